@@ -1,0 +1,200 @@
+"""Measure capture and replay of Code2Wav on a GPU: start-up against a plain loop, host time of a call, latencies, correctness.
+
+    python data/bench/measure_capture.py OUT.json [--size small]
+
+Both sides of each ratio are measured in this one process. Times are medians; spreads are quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+import omnigraph as og
+from omnigraph._provenance import provenance
+from omnigraph.compare import Reference
+
+LENGTHS = [2, 4, 8, 16, 25, 32, 50, 64, 128, 256, 325]
+SHAPES = [(b, f) for b in (1, 4, 8) for f in LENGTHS]
+PADDED = [(1, 41), (1, 33), (1, 20), (1, 3), (3, 50), (2, 41), (5, 25), (1, 300), (7, 20), (1, 97)]
+METHOD = "one process; medians of repeated calls after warm-up, random codes; CUDA events for device times, perf_counter for host times"
+
+
+def flush() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    low, middle, high = quantiles(times, n=4)
+    return {"median": middle, "q1": low, "q3": high}
+
+
+def smallest_first(module: torch.nn.Module, codes: Callable[..., torch.Tensor]) -> tuple[float, int, list[Any]]:
+    """The plain loop: each shape warmed up, synchronised and captured by `torch.cuda.graph`, the smallest first, in one pool."""
+    flush()
+    before, start, graphs = torch.cuda.memory_reserved(), time.perf_counter(), []
+    pool = torch.cuda.graph_pool_handle()
+    with torch.no_grad():
+        for shape in sorted(SHAPES, key=lambda s: s[0] * s[1]):
+            static = codes(og.Shape(*shape))
+            module(static)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                output = module(static)
+            graphs.append((shape, graph, static, output))
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, torch.cuda.memory_reserved() - before, graphs
+
+
+def library(module: torch.nn.Module) -> tuple[float, int, og.GraphedDecoder, og.CaptureReport]:
+    flush()
+    before = torch.cuda.memory_reserved()
+    decoder = og.GraphedDecoder(module, og.BucketPlan(tuple(SHAPES)))
+    report = decoder.warmup(strict=True)
+    torch.cuda.synchronize()
+    return report.seconds, torch.cuda.memory_reserved() - before, decoder, report
+
+
+def startup(module: torch.nn.Module) -> tuple[dict[str, Any], og.GraphedDecoder, og.CaptureReport]:
+    """Both ways three times in turn; the first round, which loads kernels, is left out."""
+    probe = og.GraphedDecoder(module, og.BucketPlan(((1, 2),)))
+    with torch.no_grad():
+        for shape in SHAPES:
+            module(probe._codes(og.Shape(*shape)))
+    rounds: list[dict[str, float]] = []
+    decoder, report = None, None
+    for _ in range(4):
+        loop_seconds, loop_bytes, graphs = smallest_first(module, probe._codes)
+        for _, graph, _, _ in graphs:
+            graph.reset()
+        del graphs, graph
+        if decoder is not None:
+            decoder.close()
+        flush()
+        seconds, nbytes, decoder, report = library(module)
+        rounds.append({"loop_s": loop_seconds, "loop_bytes": loop_bytes, "omnigraph_s": seconds, "omnigraph_bytes": nbytes})
+        decoder.close()
+        flush()
+    seconds, nbytes, decoder, report = library(module)
+    later = rounds[1:]
+    found = {
+        "shapes": SHAPES,
+        "rounds": rounds,
+        "time_ratio": median(r["omnigraph_s"] / r["loop_s"] for r in later),
+        "memory_ratio": median(r["omnigraph_bytes"] / r["loop_bytes"] for r in later),
+        "probe_s": report.probe_seconds,
+        "pool_bytes": report.nbytes,
+    }
+    return found, decoder, report
+
+
+def host(decode: Callable[[], object], repeats: int = 300) -> dict[str, float]:
+    """Microseconds of host time of a call whose device work has room to queue."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        decode()
+        times.append((time.perf_counter() - start) * 1e6)
+    return spread(times[repeats // 6 :])
+
+
+def host_times(decoder: og.GraphedDecoder) -> list[dict[str, Any]]:
+    rows = []
+    for shape in [(1, 4), (1, 25), (1, 50), (8, 50), (1, 325)]:
+        codes = decoder._codes(og.Shape(*shape))
+        graph = decoder._live.graphs[og.Bucket(og.Shape(*shape))]
+        static, output, launch = graph.inputs[0], graph.outputs, graph._launcher.graph.replay
+
+        def bare(static=static, output=output, launch=launch, codes=codes) -> torch.Tensor:
+            static.copy_(codes)
+            launch()
+            return output.clone()
+
+        row: dict[str, Any] = {"shape": shape}
+        for turn in range(2):  # in turn, so that a drift shows
+            row[f"bare_us_{turn}"] = host(bare)
+            decoder.check_module = False
+            row[f"decode_us_{turn}"] = host(lambda codes=codes: decoder.decode(codes))
+            decoder.check_module = True
+            row[f"decode_checked_us_{turn}"] = host(lambda codes=codes: decoder.decode(codes))
+        for name in ("bare", "decode", "decode_checked"):
+            row[f"{name}_us"] = min(row[f"{name}_us_{turn}"]["median"] for turn in range(2))
+        rows.append(row)
+    return rows
+
+
+def device(call: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Milliseconds from launch to end of a call, by CUDA events; eager calls are bound by their launches and show it here."""
+    times = []
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return spread(times[2:])
+
+
+@torch.no_grad()
+def latencies(module: torch.nn.Module, decoder: og.GraphedDecoder, repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    for shape in SHAPES:
+        codes = decoder._codes(og.Shape(*shape))
+        few = max(5, repeats // max(1, shape[0] * shape[1] // 400))
+        eager, replay = device(lambda c=codes: module(c), few), device(lambda c=codes: decoder.decode(c), few)
+        graph = decoder._live.graphs[og.Bucket(og.Shape(*shape))]
+        rows.append({"shape": shape, "eager_ms": eager, "decode_ms": replay, "bytes": graph.nbytes, "repeats": few})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--size", default="default")
+    parser.add_argument("--repeats", type=int, default=30)
+    args = parser.parse_args()
+    found: dict[str, Any] = {"schema": "omnigraph.bench.capture/1", "results": []}
+    for dtype in (torch.bfloat16, torch.float32):
+        module = og.models.code2wav(args.size, dtype=dtype, device="cuda")
+        result: dict[str, Any] = {"provenance": provenance(module, method=METHOD)}
+        result["startup"], decoder, _ = startup(module)
+        result["host"] = host_times(decoder)
+        result["latency"] = latencies(module, decoder, args.repeats)
+        result["facts"] = {k: v for k, v in vars(decoder.facts).items() if isinstance(v, (int, bool, str, type(None)))}
+        reference = Reference(module)
+        comparison = og.verify(decoder, [*SHAPES, *PADDED], reference=reference)
+        result["verify"] = [
+            {
+                "shape": row.shape, "kind": row.outcome.kind, "bucket": " + ".join(map(str, row.outcome.buckets)), "bitwise": row.bitwise,
+                "error": row.error, "eager_error": row.eager_error, "ok": row.ok, "problem": row.problem,
+            }
+            for row in comparison.rows
+        ]
+        print(comparison)
+        found["results"].append(result)
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        start = result["startup"]
+        print(f"{dtype}: start-up {start['time_ratio']:.3f} of the loop's time, {start['memory_ratio']:.3f} of its memory; {start['rounds'][-1]}")
+        for row in result["host"]:
+            print(f"  {row['shape']}: bare {row['bare_us']:.1f} us, decode {row['decode_us']:.1f}, checked {row['decode_checked_us']:.1f}")
+        decoder.close()
+        del decoder, module, reference
+        flush()
+
+
+if __name__ == "__main__":
+    main()

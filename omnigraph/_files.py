@@ -1,0 +1,52 @@
+"""Plain files with a schema version, written so that an interrupted save leaves the old file or the new one, whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class FileError(ValueError):
+    """A file that cannot be what it should be; the text names the file, what was expected and what came."""
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> Path:
+    """Write `text` beside `path`, then move it there in one step."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def write_json(path: str | os.PathLike[str], schema: str, content: Mapping[str, Any]) -> Path:
+    """Save `content` under a schema name such as "omnigraph.plan/1"."""
+    return write_text(path, json.dumps({"schema": schema, **content}, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: str | os.PathLike[str], schema: str) -> dict[str, Any]:
+    """Load what `write_json` saved.
+
+    Raises:
+        FileError: it is no JSON object, or its schema is another one.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise FileError(f"{path}: expected JSON of the schema {schema!r}, but it does not parse: {error}") from error
+    found = content.get("schema") if isinstance(content, dict) else None
+    if found != schema:
+        raise FileError(f"{path}: expected the schema {schema!r}, found {found!r}")
+    assert isinstance(content, dict)
+    return content

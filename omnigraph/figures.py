@@ -1,0 +1,92 @@
+"""Figures from DataFrames: each a plain `plotly` figure with units on its axes and the source of its numbers below it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from omnigraph._needs import need
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+# Okabe and Ito's colours, told apart by colour-blind readers too.
+COLOURS = {
+    "eager": "#D55E00",
+    "replay": "#0072B2",
+    "exact": "#0072B2",
+    "padded": "#56B4E9",
+    "split": "#009E73",
+    "compiled": "#CC79A7",
+    "fallback": "#D55E00",
+    "memory": "#E69F00",
+}
+
+
+def _go() -> Any:
+    return need("plotly.graph_objects")
+
+
+def _finish(figure: go.Figure, title: str, x: str, y: str, source: str, **more: Any) -> go.Figure:
+    """Title, axes with units, and where the numbers are from."""
+    figure.update_layout(
+        title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", height=420, margin={"t": 60, "b": 95, "l": 70, "r": 20}, **more
+    )
+    figure.add_annotation(text=source, xref="paper", yref="paper", x=0, y=-0.27, showarrow=False, font={"size": 11, "color": "#555"})
+    return figure
+
+
+def latency_by_shape(frame: pd.DataFrame, source: str) -> go.Figure:
+    """Milliseconds of a call by its shape, eager beside the decoder, with quartiles.
+
+    Args:
+        frame: `Driven.to_frame()`: shape, kind, calls, eager_ms, decode_ms and their _q1, _q3.
+        source: device, date, measured or recorded.
+    """
+    go, figure = _go(), _go().Figure()
+    for name, column, colour in (("eager", "eager_ms", "eager"), ("through the decoder", "decode_ms", "replay")):
+        middle = frame[column]
+        bars = {"type": "data", "symmetric": False, "array": frame[f"{column}_q3"] - middle, "arrayminus": middle - frame[f"{column}_q1"]}
+        figure.add_trace(
+            go.Scatter(
+                x=frame["shape"],
+                y=middle,
+                name=name,
+                mode="markers",
+                error_y=bars,
+                marker={"size": 9, "color": COLOURS[colour]},
+                customdata=frame[["kind", "bucket", "calls"]],
+                hovertemplate="%{x}: %{y:.2f} ms<br>%{customdata[0]}, %{customdata[1]}<br>%{customdata[2]} calls",
+            )
+        )
+    figure = _finish(figure, "Latency by shape", "call (batch x frames)", "ms a call, median and quartiles", source)
+    return figure.update_yaxes(rangemode="tozero")
+
+
+def outcomes_by_frames(frame: pd.DataFrame, source: str) -> go.Figure:
+    """How the calls of each length were served: exact, padded, split or eager, stacked.
+
+    Args:
+        frame: `ReplayStats.to_frame()`: frames, kind, calls.
+        source: device, date, measured or recorded.
+    """
+    go, figure = _go(), _go().Figure()
+    counts = frame.groupby(["kind", "frames"], as_index=False)["calls"].sum()
+    for kind in ("exact", "padded", "split", "fallback"):
+        part = counts[counts["kind"] == kind]
+        if len(part):
+            figure.add_trace(go.Bar(x=part["frames"], y=part["calls"], name=kind, marker_color=COLOURS[kind]))
+    return _finish(figure, "How calls were served", "frames of the call", "calls", source, barmode="stack")
+
+
+def memory_by_bucket(frame: pd.DataFrame, source: str) -> go.Figure:
+    """What each bucket's capture added to the pool that all share, in the order of capture.
+
+    Args:
+        frame: `CaptureReport.to_frame()`: captured, mib.
+        source: device, date, measured or recorded.
+    """
+    go = _go()
+    taken = frame[frame["captured"] != ""]
+    figure = go.Figure(go.Bar(x=taken["captured"], y=taken["mib"], marker_color=COLOURS["memory"], name="added to the pool"))
+    return _finish(figure, "Memory by bucket", "bucket (batch x frames), in order of capture", "MiB added to the shared pool", source)

@@ -1,0 +1,331 @@
+"""Capture a callable once at fixed addresses, replay it without Python: the one place that knows CUDA graphs.
+
+`capture` is the primitive under both managers. On CUDA it records a CUDA graph, on a CPU the ATen operations (`_record`).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+from omnigraph._record import Arena, Recording, recording, tensors_of
+
+Backend = Literal["cuda", "cpu"]
+_ONE_AT_A_TIME = threading.RLock()  # captures in this process
+
+
+class CaptureError(RuntimeError):
+    """A capture that failed. `cause` names the type of what was raised; its traceback is not kept, since it would pin tensors."""
+
+    def __init__(self, cause: str, text: str) -> None:
+        super().__init__(f"{cause}: {text}")
+        self.cause = cause
+
+
+def pick_backend(backend: str, device: torch.device) -> Backend:
+    """ "auto" is the device's own; anything else must be it.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not run on `device`.
+    """
+    own = device.type
+    if own not in ("cuda", "cpu"):
+        raise ValueError(f"graphs run on cuda or cpu, not on {device}; backend='eager' decodes there without graphs")
+    if backend not in ("auto", own):
+        raise ValueError(f"backend={backend!r} does not run on {device}: pass backend='auto', or move the module with .to({backend!r})")
+    return "cuda" if own == "cuda" else "cpu"
+
+
+def capturing(device: torch.device) -> bool:
+    """Is somebody capturing what this thread does now: on CUDA the current stream, on a CPU the operations?"""
+    if device.type == "cuda":
+        return torch.cuda.is_current_stream_capturing()
+    return recording()
+
+
+def environment(device: torch.device) -> tuple[object, ...]:
+    """The global switches under which a callable runs other kernels, or returns another dtype."""
+    kind = device.type
+    return (
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        kind == "cuda" and (torch.backends.cudnn.enabled, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic),
+    )
+
+
+class Pool:
+    """The memory that the graphs of one owner share, and the order of their launches.
+
+    `with pool:` is one owner's turn: the host lock is held, and the current stream waits for the turn before. A static output is
+    valid until any graph of the pool replays; so copy it out within the turn.
+    """
+
+    def __init__(self, device: torch.device | str, backend: str = "auto") -> None:
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.backend = pick_backend(backend, self.device)
+        self.arena = Arena()
+        self._lock = threading.RLock()
+        self._depth = 0
+        if self.backend == "cuda":
+            self.stream = torch.cuda.Stream(self.device)
+            self._event = torch.cuda.Event()
+            self._handles = [torch.cuda.graph_pool_handle()]
+
+    def __enter__(self) -> Pool:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1 and self.backend == "cuda":
+            torch.cuda.current_stream(self.device).wait_event(self._event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._depth == 1 and self.backend == "cuda":
+                self._event.record(torch.cuda.current_stream(self.device))
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    def wait(self) -> None:
+        """Block the host until the last turn's work is done."""
+        if self.backend == "cuda":
+            self._event.synchronize()
+
+    def abandon(self) -> None:
+        """Put later captures into fresh memory: after a failed one, torch versions differ in what is left in the old."""
+        if self.backend == "cuda":
+            self._handles.append(torch.cuda.graph_pool_handle())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the pool holds on the device."""
+        if self.backend == "cpu":
+            return self.arena.nbytes
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in self._handles)
+
+    def warm(self, fn: Callable[..., Any], *inputs: Any, times: int = 1) -> None:
+        """Run `fn` as a capture would find it: on the pool's stream, which then holds the workspaces that libraries make at first use."""
+        with _quiet(self.device):
+            if self.backend == "cpu":
+                for _ in range(times):
+                    fn(*inputs)
+                return
+            current = torch.cuda.current_stream(self.device)
+            self.stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self.stream):
+                    for _ in range(times):
+                        fn(*inputs)
+            finally:
+                current.wait_stream(self.stream)
+
+
+@contextmanager
+def _quiet(device: torch.device) -> Iterator[None]:
+    """The module's device, no gradients, no inference tensors, and no autocast cache (its weight copies would die after us)."""
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection during a capture could free device memory or destroy a graph, which CUDA forbids there."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class _Launcher(Protocol):
+    outputs: Any
+    baked: int
+
+    def launch(self) -> None: ...
+
+
+class _CudaGraph:
+    """A CUDA graph of `fn(*inputs)`, captured on the pool's stream."""
+
+    baked = 0
+
+    def __init__(self, fn: Callable[..., Any], inputs: Sequence[Any], pool: Pool) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
+        torch.cuda.synchronize(pool.device)
+        with torch.cuda.stream(pool.stream), _no_collection():
+            self.graph.capture_begin(pool=pool._handles[-1], capture_error_mode="thread_local")
+            try:
+                self.outputs = fn(*inputs)
+            except BaseException:
+                try:
+                    self.graph.capture_end()
+                except RuntimeError:
+                    pass  # the capture is invalid already; what broke it is on its way up
+                raise
+            self.graph.capture_end()
+        self.launch = self.graph.replay
+
+
+class _CompiledCall:
+    """Compiled code on a CPU dispatches no operations to record: call it, into the same static output."""
+
+    baked = 0
+
+    def __init__(self, fn: Callable[..., Any], inputs: Sequence[Any]) -> None:
+        self.fn, self.inputs = fn, inputs
+        self.outputs = tree_map_only(torch.Tensor, torch.clone, fn(*inputs))
+        self._static = tensors_of(self.outputs)
+
+    def launch(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for there, now in zip(self._static, tensors_of(self.fn(*self.inputs)), strict=True):
+                there.copy_(now)
+
+
+class CapturedGraph:
+    """A callable recorded at fixed addresses.
+
+    `inputs` and `outputs` are its static tensors, `nbytes` what its capture added to the pool and its own static inputs hold,
+    `seconds` what the capture took, `baked` the host reads of constants that were recorded as their values (CPU).
+    """
+
+    def __init__(self, launcher: _Launcher, inputs: tuple[Any, ...], pool: Pool, nbytes: int, seconds: float) -> None:
+        self.inputs, self.outputs, self.pool = inputs, launcher.outputs, pool
+        self.nbytes, self.seconds, self.baked = nbytes, seconds, launcher.baked
+        self._launcher: _Launcher | None = launcher
+        self._leaves, self._spec = tree_flatten(inputs)
+        self.launch = launcher.launch
+
+    @property
+    def backend(self) -> Backend:
+        return self.pool.backend
+
+    def replay(self, *inputs: Any) -> Any:
+        """Copy `inputs` into the static ones and launch.
+
+        Returns the static outputs: valid until any graph of the same pool replays; clone what must last.
+
+        Raises:
+            ValueError: the inputs differ from the captured ones in structure, shape, dtype or device.
+            RuntimeError: the graph is closed.
+        """
+        if self._launcher is None:
+            raise RuntimeError("this graph is closed: capture again")
+        leaves, spec = tree_flatten(inputs)
+        if spec != self._spec:
+            raise ValueError(f"captured with inputs of the structure {self._spec}, got {spec}")
+        for i, (there, now) in enumerate(zip(self._leaves, leaves, strict=True)):
+            if not isinstance(there, torch.Tensor):
+                if there != now:
+                    raise ValueError(f"input {i} was baked as {there!r}, got {now!r}: capture again for another value")
+            elif not isinstance(now, torch.Tensor) or (now.shape, now.dtype, now.device) != (there.shape, there.dtype, there.device):
+                raise ValueError(f"input {i} was captured as {_describe(there)}, got {_describe(now)}")
+        with self.pool, torch.no_grad():
+            for there, now in zip(self._leaves, leaves, strict=True):
+                if there is not now and isinstance(there, torch.Tensor):
+                    there.copy_(now)
+            self.launch()
+        return self.outputs
+
+    def close(self) -> None:
+        """Let go of the recording and its static tensors, once the device is done with them."""
+        if self._launcher is not None:
+            self.pool.wait()
+            self._launcher = None
+            self.launch = _closed
+            self.inputs, self.outputs, self._leaves = (), None, []
+
+    def __repr__(self) -> str:
+        return f"<CapturedGraph on {self.backend}: {self.nbytes:,} bytes, captured in {self.seconds:.3f} s>"
+
+
+def _closed() -> None:
+    raise RuntimeError("this graph is closed: capture again")
+
+
+def _describe(value: object) -> str:
+    return f"{tuple(value.shape)} {value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _static(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor.detach())
+
+
+def capture(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    backend: str = "auto",
+    pool: Pool | None = None,
+    warmup: int = 1,
+    compiled: bool = False,
+    copy_inputs: bool = True,
+) -> CapturedGraph:
+    """Record `fn(*inputs)` at fixed addresses.
+
+    Args:
+        fn: any callable on tensors that does the same work each time; a host read of an input's value cannot be recorded.
+        inputs: pytrees of example tensors. The graph reads copies of them, or with `copy_inputs=False` these very tensors.
+        backend: "auto" (the device's own), "cuda" or "cpu".
+        pool: memory to share with other graphs; a pool of its own where left out.
+        warmup: calls of `fn` before the recording, so that lazy initialisation happens outside it.
+        compiled: `fn` is compiled code, which a CPU cannot record and calls instead.
+
+    Raises:
+        CaptureError: `fn` failed, alone or under capture. The process can go on, and so can the pool's other graphs.
+
+    >>> graph = capture(lambda x: x * 2 + 1, torch.zeros(3))
+    >>> graph.replay(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([3., 5., 7.])
+    """
+    tensors = tensors_of(inputs)
+    if pool is None:
+        pool = Pool(tensors[0].device if tensors else "cuda" if backend == "cuda" else "cpu", backend)
+    with _ONE_AT_A_TIME, _quiet(pool.device):
+        if copy_inputs:
+            inputs = tree_map(lambda leaf: _static(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
+        failed: tuple[str, str] | None = None
+        try:
+            pool.warm(fn, *inputs, times=warmup)
+            held, start = _held(pool), time.perf_counter()
+            launcher: _Launcher
+            if pool.backend == "cuda":
+                launcher = _CudaGraph(fn, inputs, pool)
+            elif compiled:
+                launcher = _CompiledCall(fn, inputs)
+            else:
+                launcher = Recording(fn, inputs, pool.arena)
+            seconds = time.perf_counter() - start
+        except BaseException as error:
+            pool.abandon()
+            if not isinstance(error, Exception):
+                raise
+            failed = type(error).__name__, str(error)
+        if failed:  # raised here, where the caught error and the tensors of its frames are gone
+            raise CaptureError(*failed)
+        own = sum(t.nbytes for t in tensors_of(inputs)) if copy_inputs else 0
+        return CapturedGraph(launcher, inputs, pool, _held(pool) - held + own, seconds)
+
+
+def _held(pool: Pool) -> int:
+    """Bytes on the device before and after a capture: the difference is what it added."""
+    return torch.cuda.memory_reserved(pool.device) if pool.backend == "cuda" else pool.arena.nbytes

@@ -1,0 +1,77 @@
+"""Results that were measured on a GPU and kept in `data/bench/`, for those who have none."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from omnigraph._files import FileError, read_json
+from omnigraph._needs import need
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CAPTURE = "omnigraph.bench.capture/1"
+
+
+def source_of(provenance: dict[str, str]) -> str:
+    """Where recorded numbers are from, in a line for a figure."""
+    p = provenance
+    return f"recorded on {p['device']}, {p['date'][:10]}, torch {p['torch']}, {p['model']} in {p['dtype']}, commit {p['commit']}"
+
+
+@dataclass(frozen=True)
+class CaptureBench:
+    """What `data/bench/measure_capture.py` saved for one dtype.
+
+    `latency` has the columns of `Driven.to_frame()`, so that the same figure draws both.
+    """
+
+    content: dict[str, Any]
+
+    @property
+    def source(self) -> str:
+        return source_of(self.content["provenance"])
+
+    @property
+    def latency(self) -> pd.DataFrame:
+        rows = []
+        for row in self.content["latency"]:
+            batch, frames = row["shape"]
+            name = f"{batch}x{frames}"
+            found = {"shape": name, "batch": batch, "frames": frames, "calls": row["repeats"], "kind": "exact", "bucket": name}
+            for column in ("eager_ms", "decode_ms"):
+                found |= {column: row[column]["median"], f"{column}_q1": row[column]["q1"], f"{column}_q3": row[column]["q3"]}
+            rows.append(found)
+        frame: pd.DataFrame = need("pandas").DataFrame(rows)
+        return frame
+
+    @property
+    def all_verified(self) -> bool:
+        return all(row["ok"] and (row["bitwise"] or row["kind"] != "exact") for row in self.content["verify"])
+
+    @property
+    def summary(self) -> str:
+        verify, start = self.content["verify"], self.content["startup"]
+        exact = [row for row in verify if row["kind"] == "exact"]
+        worst = max(row["error"] / row["eager_error"] for row in verify)
+        return (
+            f"{sum(row['bitwise'] for row in exact)} of {len(exact)} exact replays bitwise equal to eager; "
+            f"{len(verify) - len(exact)} padded or split calls with at most {worst:.2f} times eager's own error\n"
+            f"{len(start['shapes'])} shapes captured in {start['time_ratio']:.2f} of the time and {start['memory_ratio']:.2f} of the memory "
+            f"of a plain loop over torch.cuda.graph"
+        )
+
+
+def capture_bench(path: str | os.PathLike[str], dtype: str) -> CaptureBench:
+    """Load the results of `measure_capture.py` for "bfloat16" or "float32".
+
+    Raises:
+        FileError: another schema, or no results in that dtype.
+    """
+    results = read_json(path, CAPTURE)["results"]
+    found = [result for result in results if result["provenance"]["dtype"] == dtype]
+    if not found:
+        raise FileError(f"{path} has results in {', '.join(r['provenance']['dtype'] for r in results)}, none in {dtype}")
+    return CaptureBench(found[0])

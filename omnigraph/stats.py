@@ -1,0 +1,184 @@
+"""What happened to each call: replayed (exact, padded, split; plain or compiled) or eager, and then why."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+from threading import Lock
+from typing import TYPE_CHECKING, Literal
+
+from omnigraph._needs import need
+from omnigraph.shapes import Bucket, Route, Shape
+from omnigraph.trace import save_calls
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+logger = logging.getLogger("omnigraph")
+MAX_TIMES = 4096  # latencies kept for each kind of call: the latest
+
+
+class Fallback(StrEnum):
+    """Why a call went eager."""
+
+    DISABLED = "disabled"
+    NOT_WARMED_UP = "not_warmed_up"
+    NO_BUCKET = "no_bucket"  # no captured bucket holds the shape
+    TOO_MUCH_PADDING = "too_much_padding"
+    EAGER_IS_FASTER = "eager_is_faster"  # by the cost function given
+    PADDING_UNSAFE = "padding_unsafe"  # a bucket would hold it, but the decoder looks ahead or mixes rows
+    UNSAFE_MODULE = "unsafe_module"  # keeps state or draws random numbers: a replay would not do what a call does
+    MODULE_CHANGED = "module_changed"  # weights, structure, hooks or train mode are others than at the capture
+    ENVIRONMENT_CHANGED = "environment_changed"  # autocast, default dtype or deterministic flags are others than at the capture
+    OUTER_CAPTURE = "outer_capture"  # the current stream is being captured by somebody else
+    COMPILING = "compiling"  # torch.compile traces through the call
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one call was served. `padding` counts the frames decoded in vain, over all rows."""
+
+    kind: Literal["exact", "padded", "split", "fallback"]
+    buckets: tuple[Bucket, ...] = ()
+    reason: Fallback | None = None
+    padding: int = 0
+
+    @property
+    def compiled(self) -> bool:
+        return any(bucket.compiled for bucket in self.buckets)
+
+
+def outcome(route: Route) -> Outcome:
+    """The outcome of a call that takes `route`."""
+    if route.kind is None:
+        return Outcome("fallback", reason=Fallback(route.miss or Fallback.NO_BUCKET))
+    return Outcome(route.kind, tuple(part.bucket for part in route.parts), padding=route.padding)
+
+
+class ReplayStats:
+    """Counts calls by what was asked for and what served it; always on, a dictionary update a call.
+
+    `log_every` writes a line to the logger "omnigraph" each so many calls (0: never).
+    """
+
+    def __init__(self, log_every: int = 0) -> None:
+        self.log_every = log_every
+        self._lock = Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        with self._lock:
+            self._counts: Counter[tuple[Hashable, Outcome]] = Counter()
+            self._times: dict[tuple[Hashable, Outcome], list[float]] = {}
+
+    def record(self, call: Hashable, outcome: Outcome, milliseconds: float | None = None) -> None:
+        """Count one call (a `Shape`, or any key) and, where it was timed, how long it took."""
+        key = (call, outcome)
+        with self._lock:
+            self._counts[key] += 1
+            if milliseconds is not None:
+                times = self._times.setdefault(key, [])
+                times.append(milliseconds)
+                del times[:-MAX_TIMES]
+        if self.log_every and self.calls % self.log_every == 0:
+            logger.info("%s", self)
+
+    def counts(self) -> dict[tuple[Hashable, Outcome], int]:
+        """A snapshot: how often each call met each outcome."""
+        with self._lock:
+            return dict(self._counts)
+
+    def times(self) -> dict[tuple[Hashable, Outcome], list[float]]:
+        """A snapshot of the latencies in milliseconds (empty unless the owner times its calls)."""
+        with self._lock:
+            return {key: list(values) for key, values in self._times.items()}
+
+    @property
+    def calls(self) -> int:
+        return sum(self.counts().values())
+
+    @property
+    def hits(self) -> int:
+        return sum(n for (_, outcome), n in self.counts().items() if outcome.kind != "fallback")
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of calls served by replays, 0 to 1 (0 when there was no call)."""
+        return self.hits / max(self.calls, 1)
+
+    @property
+    def compiled_hits(self) -> int:
+        return sum(n for (_, outcome), n in self.counts().items() if outcome.compiled)
+
+    @property
+    def padded_frames(self) -> int:
+        """Frames decoded in vain so far."""
+        return sum(n * outcome.padding for (_, outcome), n in self.counts().items())
+
+    @property
+    def fallbacks(self) -> Counter[Fallback]:
+        """Calls that went eager, by reason."""
+        found: Counter[Fallback] = Counter()
+        for (_, outcome), n in self.counts().items():
+            if outcome.reason is not None:
+                found[outcome.reason] += n
+        return found
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """Calls by outcome: exact, padded, split, fallback."""
+        found: Counter[str] = Counter()
+        for (_, outcome), n in self.counts().items():
+            found[outcome.kind] += n
+        return found
+
+    def to_calls(self) -> dict[Shape, int]:
+        """The traffic seen, as a histogram of shapes that `plan_buckets` takes."""
+        found: Counter[Shape] = Counter()
+        for (call, _), n in self.counts().items():
+            if isinstance(call, Shape):
+                found[call] += n
+        return dict(sorted(found.items()))
+
+    def save_calls(self, path: str | os.PathLike[str]) -> Path:
+        """Write `to_calls` as a CSV (batch, frames, count)."""
+        return save_calls(path, self.to_calls())
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for each (call, outcome): call, batch, frames, kind, compiled, bucket, reason, calls, padded_frames, median_ms."""
+        pd, times, rows = need("pandas"), self.times(), []
+        for (call, outcome), n in self.counts().items():
+            row = {
+                "call": str(call),
+                "batch": call.batch if isinstance(call, Shape) else None,
+                "frames": call.frames if isinstance(call, Shape) else None,
+                "kind": outcome.kind,
+                "compiled": outcome.compiled,
+                "bucket": " + ".join(map(str, outcome.buckets)),
+                "reason": str(outcome.reason or ""),
+                "calls": n,
+                "padded_frames": n * outcome.padding,
+                "median_ms": median(times[call, outcome]) if (call, outcome) in times else float("nan"),
+            }
+            rows.append(row)
+        columns = ["call", "batch", "frames", "kind", "compiled", "bucket", "reason", "calls", "padded_frames", "median_ms"]
+        frame: pd.DataFrame = pd.DataFrame(rows, columns=columns)
+        return frame.sort_values(["batch", "frames", "call", "kind"], ignore_index=True)
+
+    def __str__(self) -> str:
+        kinds, reasons = self.kinds, self.fallbacks
+        why = f" ({', '.join(f'{reason} {n}' for reason, n in sorted(reasons.items()))})" if reasons else ""
+        return (
+            f"{self.calls} calls, hit rate {self.hit_rate:.2f}: {kinds['exact']} exact, {kinds['padded']} padded, {kinds['split']} split, "
+            f"{self.compiled_hits} compiled; {kinds['fallback']} eager{why}; {self.padded_frames} frames of padding"
+        )
+
+    def __repr__(self) -> str:
+        return f"<ReplayStats {self}>"
