@@ -46,7 +46,8 @@ help:
 
 # JupyterLab refuses to run as root unless told so; in a container root is the usual user.
 lab: .venv/.lab
-	$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS) notebooks/00_quickstart.ipynb
+	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_quickstart.ipynb \
+	    $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 # In a copy, so that a run changes no file of the project. The pages hold plotly.js and ask nothing of the network, MathJax included.
 notebooks: .venv/.lab

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from omnigraph import models
 from omnigraph._files import FileError
+from omnigraph._pool import Pool
 from omnigraph._warmup import BucketReport, CaptureReport
 from omnigraph.compare import Comparison, verify
 from omnigraph.decoder import GraphedDecoder
 from omnigraph.driving import Driven, drive
 from omnigraph.facts import DecoderFacts, probe
-from omnigraph.graph import CapturedGraph, CaptureError, Pool, capture
+from omnigraph.graph import CapturedGraph, CaptureError, capture
 from omnigraph.shapes import Bucket, BucketPlan, Route, Shape, route
 from omnigraph.stats import Fallback, Outcome, ReplayStats
 from omnigraph.trace import Trace

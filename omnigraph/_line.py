@@ -113,7 +113,9 @@ class Line:
         for prices in itertools.product(*([0.0, *(s * g for g in grid)] if s else [0.0] for s in scale)):
             price = prices[0] * p.marginal + prices[1] * p.seconds
             values, came = self.levels(price, most) if most < self.m else self.free(price)
-            room = sum(x * y for x, y in zip(prices, (bytes_left, p.max_seconds), strict=True) if x)
+            room = np.zeros(self.m)
+            for paid, left in zip(prices, (bytes_left, p.max_seconds), strict=True):
+                room += paid * left if paid else 0.0
             bound = np.maximum(bound, self.eager - values.max(axis=0) - room)
             spent = self._spent(came, np.stack([p.marginal, p.seconds]))
             total = self.eager - values - (spent[0] * prices[0] + spent[1] * prices[1])
@@ -127,7 +129,7 @@ class Line:
     def _spent(self, came: Ints, each: Floats) -> Floats:
         """Sums of `each` `[2, candidates]` on the way to every `best[k, j]`: `[2, k, candidates]`."""
         np, single = need("numpy"), len(came) == 1
-        spent = np.zeros((2, *came.shape))
+        spent: Floats = np.zeros((2, *came.shape))
         for k in range(len(came)):
             before = np.pad(spent[:, k - 1 if not single else k], ((0, 0), (1, 0)))
             if single:

@@ -12,9 +12,10 @@ import torch
 
 from omnigraph._needs import need
 from omnigraph._points import Point
+from omnigraph._pool import Pool
 from omnigraph._warmup import RECOMPILE_LIMIT, compile_module
 from omnigraph.facts import code_space
-from omnigraph.graph import Pool, capture
+from omnigraph.graph import capture
 from omnigraph.shapes import Bucket, How, Shape
 
 LEAST = 5  # runs of each, however long they take

@@ -21,8 +21,14 @@ def device_name(device: torch.device) -> str:
 
 
 def _config(module: torch.nn.Module) -> dict[str, Any]:
-    config = getattr(module, "config", None)
-    listed = config.to_dict() if hasattr(config, "to_dict") else dict(config) if isinstance(config, dict) else dict(getattr(config, "__dict__", {}))
+    config: Any = getattr(module, "config", None)
+    listed = (
+        config.to_dict()
+        if hasattr(config, "to_dict")
+        else dict(config)
+        if isinstance(config, dict)
+        else dict(getattr(config, "__dict__", {}))
+    )
     return {k: v for k, v in sorted(listed.items()) if not k.startswith("_") and k not in ("transformers_version", "dtype")}
 
 

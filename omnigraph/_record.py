@@ -8,7 +8,8 @@ Intermediate tensors share blocks of an arena, which the recordings of one owner
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,12 +18,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-_HOST_READS = {  # methods that hand a CPU tensor's memory to Python without dispatching an operation
-    getattr(torch.Tensor, name)
-    for name in ("tolist", "numpy", "cpu", "__array__", "__dlpack__", "__repr__", "__reduce_ex__")
-}
-_FACTORIES = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
-
+aten = torch.ops.aten
+# Methods that hand a CPU tensor's memory to Python; not all dispatch an operation, and some not when a constructor calls them.
+_CONVERSIONS = ("tolist", "numpy", "cpu", "__array__", "__dlpack__", "__repr__", "__reduce_ex__", "__deepcopy__")
+_NUMBERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__")
+_HOST_READS = {getattr(torch.Tensor, name) for name in _CONVERSIONS + _NUMBERS}
+# What reads tensors on the host only if they stand in a list of numbers, or as the second argument.
+_CONSTRUCTORS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.Tensor.new}
+_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
+_BY_MASK = {aten.index.Tensor, aten.masked_select.default}  # the shape of the result depends on masks alone
+_FACTORIES = {"aten::empty", "aten::empty_strided", "aten::empty_permuted", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+_PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, type(None))
 
 _active = threading.local()
 
@@ -51,7 +57,7 @@ class Arena:
         fits = [i for i, block in enumerate(free) if block.nbytes >= nbytes]
         if fits:
             return free.pop(min(fits, key=lambda i: free[i].nbytes))
-        self.blocks.append(torch.empty(nbytes, dtype=torch.uint8))
+        self.blocks.append(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         return self.blocks[-1]
 
 
@@ -72,8 +78,9 @@ def _into(func: Any) -> Any:
     <OpOverload(op='aten.add', overload='out')>
     """
     taken = [(a.name, str(a.type)) for a in func._schema.arguments]
-    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::"), None)
-    for name in packet.overloads() if packet is not None and len(func._schema.returns) == 1 else ():
+    packet = getattr(aten, func._schema.name.removeprefix("aten::"), None)
+    one = [str(r.type) for r in func._schema.returns] == ["Tensor"]
+    for name in packet.overloads() if packet is not None and one else ():
         found = getattr(packet, name)
         arguments = found._schema.arguments
         outs = [a.name for a in arguments if a.is_out]
@@ -98,88 +105,131 @@ class _Reads(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read: object = ()
         if func in _HOST_READS:
-            self.recorder.host_read(f"Tensor.{func.__name__}", args[:1])
-        return func(*args, **(kwargs or {}))
+            read = args[:1]
+        elif func in _CONSTRUCTORS:
+            read = [a for a in (*args, *kwargs.values()) if not isinstance(a, torch.Tensor)]
+        elif func in _SPLITS:
+            read = (args[1:], kwargs)
+        if not (tensors := tensors_of(read)):
+            return func(*args, **kwargs)
+        baked = self.recorder.baked
+        self.recorder.host_read(f"Tensor.{func.__name__}", tensors)
+        result = func(*args, **kwargs)
+        self.recorder.baked = baked + 1  # once, also where the operation that it dispatched counted too
+        return result
 
 
 class Recorder(TorchDispatchMode):
     """Runs a callable once and keeps its operations.
 
-    `depends` holds the storages whose content depends on the inputs; `baked` counts host reads of other ones.
+    `depends` holds the storages whose content depends on the inputs or on `state`; `baked` counts host reads of other ones;
+    `changed` holds those written to that were there before.
     """
 
-    def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+    def __init__(self, inputs: Iterable[torch.Tensor], state: Iterable[int] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
         self.steps: list[Step] = []
         self.baked = 0
-        self.fresh: dict[int, int] = {}  # storages made by an operation, and their bytes
-        self.depends = {_storage(t) for t in inputs}
+        self.refused = ""
+        self.fresh: dict[int, torch.UntypedStorage] = {}  # storages made by an operation
+        self.inputs = {_storage(t) for t in inputs}
+        self.depends = self.inputs.union(state)
+        self.changed: set[int] = set()
         self.keep: list[Any] = []  # every tensor seen: no storage may die, or its address would be given out again
 
-    def host_read(self, what: str, args: object) -> None:
+    def host_read(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
         """Refuse a read of what depends on the inputs; count one of a constant.
 
         Raises:
             HostRead: the value depends on the inputs.
         """
-        for tensor in tensors_of(args):
+        for tensor in tensors:
             if _storage(tensor) in self.depends:
-                raise HostRead(
-                    f"{what} reads a {tuple(tensor.shape)} {tensor.dtype} tensor that depends on the inputs; a graph would bake "
-                    "this call's value into every later one. Keep the value in a tensor (torch.where, masks), or read it outside"
+                self.refused = (
+                    f"{what} reads a {tuple(tensor.shape)} {tensor.dtype} tensor that depends on the inputs, or on state that calls "
+                    "change; a graph would bake this call's value into every later one. Keep the value in a tensor (torch.where, masks), "
+                    "or read it outside"
                 )
+                raise HostRead(self.refused)
         self.baked += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = tensors_of((args, kwargs))
+        if func is aten.lift_fresh.default:  # a constant made of Python data, each call anew: what writes to it must not change it
+            func = aten.clone.default
+        schema, given = func._schema, tensors_of((args, kwargs))
+        read: Collection[torch.Tensor] = ()
         if torch.Tag.data_dependent_output in func.tags:
-            self.host_read(str(func), given)
-        elif torch.Tag.dynamic_output_shape in func.tags:
-            masks = [t for t in tensors_of(args[1:]) if t.dtype in (torch.bool, torch.uint8)]
-            if func is not torch.ops.aten.index.Tensor or masks:
-                self.host_read(f"{func} (a shape that depends on values)", given)
+            read = given
+        elif func in _BY_MASK:
+            read = [t for t in tensors_of(args[1:]) if t.dtype in (torch.bool, torch.uint8)]
+        elif torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None:
+            read = given
+        if read:
+            self.host_read(str(func), read)
         result = func(*args, **kwargs)
+        self.keep.append((args, kwargs, result))
+        if torch.Tag.inplace_view in func.tags:
+            return result  # it changed what a tensor shows; steps hold tensors as they were when it ran
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         before = {_storage(t) for t in given}
         made = tuple((i, t) for i, t in enumerate(results) if isinstance(t, torch.Tensor) and _storage(t) not in before)
-        schema = func._schema
-        written = [
+        written = {
             _storage(value)
             for i, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
             for value in tensors_of(kwargs.get(argument.name) if i >= len(args) or argument.kwarg_only else args[i])
-        ]
+        }
         if before & self.depends:
-            self.depends.update(_storage(t) for _, t in made)
-            self.depends.update(written)
-        self.fresh.update((_storage(t), t.untyped_storage().nbytes()) for _, t in made)
-        self.keep.append((args, kwargs, result))
-        if (made and schema.name not in _FACTORIES) or written:
+            self.depends.update(written, (_storage(t) for _, t in made))
+        self.changed |= written - self.fresh.keys() - self.inputs
+        self.fresh.update((_storage(t), t.untyped_storage()) for _, t in made)
+        if schema.name in _FACTORIES:
+            return result
+        if made or written:
+            args, kwargs, made = tree_map_only(torch.Tensor, torch.Tensor.detach, (tuple(args), kwargs, made))
             into = _into(func) if made and not written else None
             if into is not None:
-                self.steps.append(Step(into, tuple(args), {**kwargs, "out": made[0][1]}, ()))
+                self.steps.append(Step(into, args, {**kwargs, "out": made[0][1]}, ()))
             else:
-                self.steps.append(Step(func, tuple(args), kwargs, made if schema.name not in _FACTORIES else ()))
+                self.steps.append(Step(func, args, kwargs, made))
         return result
 
 
+def _record(fn: Callable[..., Any], inputs: Sequence[Any], state: Iterable[int] = ()) -> tuple[Recorder, Any]:
+    recorder = Recorder(tensors_of(inputs), state)
+    outer, _active.yes = recording(), True
+    try:
+        with _Reads(recorder), recorder:
+            outputs = fn(*inputs)
+    finally:
+        _active.yes = outer
+    if recorder.refused:
+        raise HostRead(recorder.refused)  # the callable caught it, and went another way than it does outside
+    for leaf in tree_flatten(outputs)[0]:
+        if not isinstance(leaf, _PLAIN):
+            raise TypeError(f"the callable returned a {type(leaf).__name__}, whose tensors no replay would find: return tuples, lists or dicts")
+    return recorder, outputs
+
+
 class Recording:
-    """A callable's operations on fixed memory. `launch` runs them; `outputs` is where the results are.
+    """A callable's operations on fixed memory. `launch` runs them; `outputs` is where the results are, from the first launch on.
 
     Raises:
         HostRead: the callable reads on the host what depends on `inputs`.
+        RuntimeError: it writes to memory that a replay would not find.
     """
 
     def __init__(self, fn: Callable[..., Any], inputs: Sequence[Any], arena: Arena) -> None:
-        recorder = Recorder(tensors_of(inputs))
-        outer, _active.yes = recording(), True
-        try:
-            with _Reads(recorder), recorder:
-                outputs = fn(*inputs)
-        finally:
-            _active.yes = outer
+        recorder, outputs = _record(fn, inputs)
+        if recorder.changed:  # state, which must not be read on the host either: once more, knowing it
+            first = recorder
+            recorder, outputs = _record(fn, inputs, first.changed)
+            if recorder.changed - first.changed:
+                raise RuntimeError("the callable writes to a tensor that each call makes out of sight (deepcopy?): clone one instead")
         placed = _place(recorder, tensors_of(outputs), arena)
         moved: dict[int, torch.Tensor] = {}
 
@@ -188,33 +238,50 @@ class Recording:
             if block is None:
                 return tensor
             if id(tensor) not in moved:
-                there = torch.empty(0, dtype=tensor.dtype)
-                moved[id(tensor)] = there.set_(block.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+                there = torch.empty(0, dtype=tensor.dtype, device="cpu")
+                there.set_(block.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+                there = there.conj() if tensor.is_conj() else there
+                moved[id(tensor)] = torch._neg_view(there) if tensor.is_neg() else there
             return moved[id(tensor)]
 
         self.baked = recorder.baked
         self.steps = [Step(s.run, *tree_map_only(torch.Tensor, move, (s.args, s.kwargs, s.made))) for s in recorder.steps]
-        results = tensors_of(outputs)
         self.outputs = tree_map_only(torch.Tensor, move, outputs)
-        for now, then in zip(tensors_of(self.outputs), results, strict=True):
-            now.copy_(then)
 
     def launch(self) -> None:
-        """Run the operations again."""
+        """Run the operations again.
+
+        Raises:
+            RuntimeError: within another recording.
+        """
+        if recording():
+            raise RuntimeError("a replay cannot be captured: call the function that the graph was captured from")
+        if torch.is_autocast_enabled("cpu"):  # the recorded operations are those that autocast, or none, had chosen
+            with torch.autocast("cpu", enabled=False):
+                self._run()
+        else:
+            self._run()
+
+    def _run(self) -> None:
         for run, args, kwargs, made in self.steps:
             result = run(*args, **kwargs)
             for i, there in made:
-                there.copy_(result[i] if isinstance(result, (tuple, list)) else result)
+                now = result[i] if isinstance(result, (tuple, list)) else result
+                if now.shape != there.shape:
+                    raise RuntimeError(f"{run} gave the shape {tuple(there.shape)} at the capture and {tuple(now.shape)} now")
+                there.copy_(now)
 
 
 def _place(recorder: Recorder, outputs: Sequence[torch.Tensor], arena: Arena) -> dict[int, torch.Tensor]:
     """A block of the arena for each storage that the recording makes; storages that do not live at the same time may share one."""
-    steps = [{_storage(t) for t in tensors_of((s.args, s.kwargs, s.made))} & recorder.fresh.keys() for s in recorder.steps]
+    seen = [{_storage(t) for t in tensors_of((s.args, s.kwargs, s.made))} for s in recorder.steps]
+    steps = [storages & recorder.fresh.keys() for storages in seen]
     last = {storage: i for i, used in enumerate(steps) for storage in used}
     last.update((_storage(t), len(steps)) for t in outputs if _storage(t) in recorder.fresh)
-    free, placed = list(arena.blocks), dict[int, torch.Tensor]()
+    taken = recorder.inputs.union(map(_storage, outputs), *seen)  # blocks that hold an input or a constant: results of another graph
+    free, placed = [block for block in arena.blocks if _storage(block) not in taken], dict[int, torch.Tensor]()
     for i, used in enumerate(steps):
-        for storage in sorted(used - placed.keys(), key=lambda s: -recorder.fresh[s]):
-            placed[storage] = arena.take(recorder.fresh[storage], free)
+        for storage in sorted(used - placed.keys(), key=lambda s: -recorder.fresh[s].nbytes()):
+            placed[storage] = arena.take(recorder.fresh[storage].nbytes(), free)
         free += [placed[storage] for storage in used if last[storage] == i]
     return placed

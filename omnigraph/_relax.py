@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from omnigraph._needs import need
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
     Bools = npt.NDArray[np.bool_]
 
-EXACT, RELAXED = 6_000, 60_000  # uses of buckets by calls, up to which the program and its relaxation are solved
+# uses of buckets by calls, up to which the program is solved in a moment, is tried, and its relaxation is solved
+FAST, EXACT, RELAXED = 1_000, 6_000, 60_000
 _CELLS = 8  # ranges of scratch memory that are solved one by one
 
 
@@ -106,8 +108,8 @@ class Relaxation:
         self.scratch: int | None = None
         if p.max_bytes < np.inf:
             self.scratch = prog.variable(0.0, 1.0, False)
-            share = [(x, float(n / p.max_bytes)) for x, n in zip(self.x, p.marginal, strict=True)]
-            prog.row([*share, (self.scratch, 1.0)], 0.0, 1.0)
+            added = [(x, float(n / p.max_bytes)) for x, n in zip(self.x, p.marginal, strict=True)]
+            prog.row([*added, (self.scratch, 1.0)], 0.0, 1.0)
             for x, n in zip(self.x, p.extra, strict=True):
                 prog.row([(x, float(n / p.max_bytes)), (self.scratch, -1.0)], -np.inf, 0.0)
 
@@ -146,7 +148,7 @@ class Relaxation:
             edges = [0.0, *levels[np.linspace(0, len(levels) - 1, min(_CELLS, len(levels))).round().astype(int)].tolist()]
         best, bound = None, least
         floor = p.totals(np.stack([p.extra <= high for high in edges[1:]]))
-        for n, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+        for n, (low, high) in enumerate(pairwise(edges)):
             if floor[n] >= least * (1 - SAME):
                 continue  # not even all buckets of the cell and below would do
             seconds = (deadline - time.perf_counter()) / (len(edges) - 1 - n)

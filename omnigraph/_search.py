@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omnigraph._needs import need
 from omnigraph.shapes import Bucket, Shape
@@ -39,9 +40,9 @@ class Problem:
     marginal: Floats
     extra: Floats
     seconds: Floats
-    max_graphs: float
-    max_bytes: float
-    max_seconds: float
+    max_graphs: float = math.inf
+    max_bytes: float = math.inf
+    max_seconds: float = math.inf
     pad_frames: bool = True
     pad_batch: bool = True
     split: bool = True
@@ -61,13 +62,17 @@ class Problem:
         chosen: Bools = need("numpy").zeros(len(self.buckets), dtype=bool)
         return chosen
 
+    def pool(self, sets: Bools) -> Floats:
+        """Bytes of the pool for each of the `sets` `[S, candidates]`."""
+        held: Floats = sets @ self.marginal + need("numpy").where(sets, self.extra, 0.0).max(axis=1, initial=0.0)
+        return held
+
     def fits(self, sets: Bools) -> Bools:
         """Which of the `sets` `[S, candidates]` keep to the limits, up to rounding."""
-        np, slack = need("numpy"), 1 + 1e-9
-        largest = np.where(sets, self.extra, 0.0).max(axis=1, initial=0.0)
+        slack = 1 + 1e-9
         within: Bools = (
             (sets.sum(axis=1) <= self.max_graphs)
-            & (sets @ self.marginal + largest <= self.max_bytes * slack)
+            & (self.pool(sets) <= self.max_bytes * slack)
             & (sets @ self.seconds <= self.max_seconds * slack)
         )
         return within
@@ -100,11 +105,15 @@ class Problem:
                 if (batch <= n or self.pad_batch) and (self.split or batch >= n):
                     np.minimum(best, paid + done[max(n - batch, 0)], out=best)
             done.append(best)
-        total = np.zeros(len(sets))
+        total: Floats = np.zeros(len(sets))
         for n in np.unique(self.rows[0]).tolist():
             calls = self.rows[0] == n
             total += np.minimum(done[n][:, where[calls]], self.eager[calls]) @ self.weight[calls]
         return total
+
+    def picked(self, chosen: Bools) -> tuple[Bucket, ...]:
+        """The buckets of a set."""
+        return tuple(bucket for bucket, there in zip(self.buckets, chosen.tolist(), strict=True) if there)
 
     def total(self, chosen: Bools) -> float:
         return float(self.totals(chosen[None])[0])
@@ -123,7 +132,9 @@ def greedy(p: Problem, allowed: Bools, chosen: Bools, by_size: bool = False) -> 
     """Add the bucket that saves most (`by_size`: for the share of the limits that it takes), as long as one saves and fits."""
     np = need("numpy")
     chosen, now = chosen.copy(), p.total(chosen)
-    room = p.marginal / p.max_bytes + p.seconds / p.max_seconds + 1 / min(p.max_graphs, len(p.buckets)) if by_size else np.ones(len(p.buckets))
+    room = (
+        p.marginal / p.max_bytes + p.seconds / p.max_seconds + 1 / min(p.max_graphs, len(p.buckets)) if by_size else np.ones(len(p.buckets))
+    )
     while True:
         left = np.flatnonzero(allowed & ~chosen)
         sets = each_with(chosen, left)
@@ -139,38 +150,33 @@ def greedy(p: Problem, allowed: Bools, chosen: Bools, by_size: bool = False) -> 
 
 
 def improve(p: Problem, chosen: Bools, deadline: float) -> Bools:
-    """Add, drop or swap one bucket as long as that helps: the best such step each time, until none does or time is over."""
+    """Add a bucket, or swap one, as long as that helps; until nothing does, or time is over."""
     np, now = need("numpy"), p.total(chosen)
-    while time.perf_counter() < deadline:
-        inside, outside = np.flatnonzero(chosen), np.flatnonzero(~chosen)
-        steps = [each_with(chosen, outside), *(each_with(each_with(chosen, np.array([i]))[0], outside) for i in inside)]
-        best: tuple[float, Any] = (now * (1 - SAME), None)
-        for sets in steps:
-            sets = sets[p.fits(sets)]
-            if len(sets):
-                totals = p.totals(sets)
-                best = min(best, (float(totals.min()), sets[int(totals.argmin())]), key=lambda b: b[0])
-        if best[1] is None:
-            return chosen
-        now, chosen = best
+    since, turn = 0, 0
+    while since <= (inside := np.flatnonzero(chosen)).size and time.perf_counter() < deadline:
+        start = chosen if turn == 0 else each_with(chosen, inside[turn - 1 : turn])[0]
+        sets = each_with(start, np.flatnonzero(~chosen))
+        sets = sets[p.fits(sets)]
+        totals = p.totals(sets)
+        since, turn = since + 1, (turn + 1) % (inside.size + 1)
+        if totals.min(initial=np.inf) < now * (1 - SAME):
+            now, chosen, since = float(totals.min()), sets[int(totals.argmin())], 0
     return chosen
 
 
-def search(p: Problem, deadline: float) -> Bools:
+def search(p: Problem, start: Bools, deadline: float) -> Bools:
     """The best of several greedy searches, improved: among all candidates, and among those of little scratch memory only."""
     np = need("numpy")
-    caps = [np.inf]
-    if p.max_bytes < np.inf:
-        caps += np.quantile(p.extra, (0.15, 0.3, 0.45, 0.6, 0.75, 0.9)).tolist()
-    best, least = p.none, p.total(p.none)
-    limited = min(p.max_bytes, p.max_seconds) < np.inf
-    for cap in caps:
-        for by_size in (False, True) if limited else (False,):
-            for chosen, total in greedy(p, p.extra <= cap, p.none, by_size):
-                if total < least:
-                    best, least = chosen, total
-            if time.perf_counter() > deadline:
-                return best
+    best, least = (start, p.total(start)) if p.fits(start[None])[0] else (p.none, p.total(p.none))
+    if min(p.max_bytes, p.max_seconds) < np.inf:
+        caps = [np.inf] if p.max_bytes == np.inf else [np.inf, *np.quantile(p.extra, (0.15, 0.3, 0.45, 0.6, 0.75, 0.9)).tolist()]
+        for cap in caps:
+            for by_size in (False, True):
+                for chosen, total in greedy(p, p.extra <= cap, p.none, by_size):
+                    if total < least:
+                        best, least = chosen, total
+                if time.perf_counter() > deadline:
+                    return best
     return improve(p, best, deadline)
 
 

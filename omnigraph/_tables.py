@@ -32,7 +32,9 @@ class Column(NamedTuple):
     most: float
 
 
-def read_table(path: str | os.PathLike[str], schema: str, *formats: Sequence[Column]) -> tuple[dict[str, array[Any]], dict[str, str], str]:
+def read_table(
+    path: str | os.PathLike[str], schema: str, *formats: Sequence[Column], hint: str = ""
+) -> tuple[dict[str, array[Any]], dict[str, str], str]:
     """Read the columns of the first of `formats` that the file's header has in full; other columns are ignored.
 
     Returns the columns by name, what the first line says besides the schema, and the other comment lines as one.
@@ -60,7 +62,9 @@ def read_table(path: str | os.PathLike[str], schema: str, *formats: Sequence[Col
             columns = next((columns for columns in formats if all(c.name in header for c in columns)), None)
             if columns is None:
                 wanted = " or ".join(",".join(c.name for c in columns) for columns in formats)
-                raise FileError(f"{path}: expected a header with {wanted}; a column is missing in {','.join(header)[:200]!r}")
+                raise FileError(
+                    f"{path}: expected a header with {wanted}; a column is missing in {','.join(header)[:200]!r}{hint and '; '}{hint}"
+                )
             held: dict[str, array[Any]] = {c.name: array(c.type) for c in columns}
             plan = [(c, header.index(c.name), c.read, c.least, c.most, held[c.name].append) for c in columns]
             for row in rows:
@@ -83,6 +87,6 @@ def read_table(path: str | os.PathLike[str], schema: str, *formats: Sequence[Col
     totals = {"rows": len(held[last]), last: sum(held[last])}
     if not totals["rows"]:
         raise FileError(f"{path}: expected rows below the header, found none")
-    if said and any(said.get(name) != str(total) for name, total in totals.items()):
-        raise FileError(f"{path}: its first line says {said}, it holds {totals}: cut short? If you edited it, delete that line")
+    if any(said.get(name, str(total)) != str(total) for name, total in totals.items()):
+        raise FileError(f"{path}: holds {totals}, its first line says {str(said)[:80]}: cut short? If you edited it, delete that line")
     return held, said, " ".join(notes)

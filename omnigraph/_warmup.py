@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omnigraph._needs import need
+from omnigraph._pool import Pool
 from omnigraph.facts import DecoderFacts
-from omnigraph.graph import CapturedGraph, CaptureError, Pool, capture
+from omnigraph.graph import CapturedGraph, CaptureError, capture
 from omnigraph.shapes import Bucket, Shape
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ class CaptureReport:
 
     def to_frame(self) -> pd.DataFrame:
         """One row a bucket: bucket, batch, frames, compiled, captured, seconds, compile_seconds, mib, error."""
-        pd = need("pandas")
         rows = [
             {
                 "bucket": str(row.bucket),
@@ -76,7 +76,7 @@ class CaptureReport:
             }
             for row in self.rows
         ]
-        frame: pd.DataFrame = pd.DataFrame(rows)
+        frame: pd.DataFrame = need("pandas").DataFrame(rows)
         return frame
 
     def __str__(self) -> str:
@@ -146,9 +146,7 @@ def capture_buckets(
         bucket = row.captured
         if bucket is not None:
             try:
-                graph = capture(
-                    compiled if bucket.compiled else module, codes(bucket.shape), pool=pool, warmup=0, compiled=bucket.compiled
-                )
+                graph = capture(compiled if bucket.compiled else module, codes(bucket.shape), pool=pool, warmup=0, compiled=bucket.compiled)
                 check_output(graph.outputs, bucket.shape, facts)
                 graphs[bucket] = graph
                 row = replace(row, seconds=row.seconds + graph.seconds, nbytes=graph.nbytes)
@@ -185,6 +183,6 @@ def _warm(
             error += f"{'; plain: ' if error else ''}{type(failure).__name__}: {failure}"
             continue
         took = time.perf_counter() - start
-        times = {"compile_seconds": took} if row.bucket.compiled else {"seconds": took}
-        return BucketReport(row.bucket, bucket, error, **times)
+        compiling = row.bucket.compiled
+        return BucketReport(row.bucket, bucket, error, seconds=0.0 if compiling else took, compile_seconds=took if compiling else 0.0)
     return BucketReport(row.bucket, None, error, seconds=time.perf_counter() - start)

@@ -116,8 +116,8 @@ class Chunking:
 
     def too_short(self, needed: int) -> ValueError:
         return ValueError(
-            f"left_context_size={self.left_context_size} loses samples at the seams: a trim of {self.trim} samples at {self.upsample} a frame "
-            f"needs at least {needed} frames here"
+            f"left_context_size={self.left_context_size} loses samples at the seams: "
+            f"a trim of {self.trim} samples at {self.upsample} a frame needs at least {needed} frames here"
         )
 
 

@@ -58,7 +58,6 @@ class Comparison:
 
     def to_frame(self) -> pd.DataFrame:
         """Columns: shape, batch, frames, kind, compiled, bucket, bitwise, error, eager_error, ratio, snr_db, peak, ok, problem."""
-        pd = need("pandas")
         rows = [
             {
                 "shape": str(row.shape),
@@ -78,7 +77,7 @@ class Comparison:
             }
             for row in self.rows
         ]
-        frame: pd.DataFrame = pd.DataFrame(rows)
+        frame: pd.DataFrame = need("pandas").DataFrame(rows)
         return frame
 
     def __str__(self) -> str:
@@ -169,7 +168,8 @@ def verify(decoder: GraphedDecoder, shapes: Iterable[Sequence[int]], *, seed: in
             size = (shape.batch, decoder.num_quantizers, shape.frames)
             codes = torch.randint(decoder.codebook_size, size, generator=generator).to(decoder.device)
             decoder.stats = ReplayStats()
-            decoder._poison()
+            if decoder._live is not None:
+                decoder._live.poison(decoder.codebook_size - 1)
             audio = decoder.decode(codes)
             [(_, outcome)] = decoder.stats.counts()
             rows.append(compare(audio, decoder.module(codes), reference(codes), shape, outcome))

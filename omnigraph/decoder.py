@@ -5,48 +5,25 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import chain
 from threading import RLock
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from omnigraph._fingerprint import Fingerprint
+from omnigraph._live import EAGER, Live, Way, replay
+from omnigraph._pool import Pool, environment, pick_backend
 from omnigraph._provenance import differences
 from omnigraph._warmup import CaptureReport, Progress, capture_buckets, check_output, compile_module
 from omnigraph.facts import DecoderFacts, code_space, probe
-from omnigraph.graph import CapturedGraph, Pool, capturing, environment, pick_backend
-from omnigraph.shapes import Bucket, BucketPlan, Cost, Shape, route
-from omnigraph.stats import Fallback, Outcome, ReplayStats, outcome
+from omnigraph.shapes import Bucket, BucketPlan, Cost, Shape
+from omnigraph.stats import Fallback, Outcome, ReplayStats
 
 Padding = Literal["auto", "exact", "allow"]
-_EAGER = {reason: Outcome("fallback", reason=reason) for reason in Fallback}
 _REBUILD_ABOVE = 0.1  # a reconfigure that gives up this share of the pool recaptures the rest to return the memory
-
-
-class _Piece(NamedTuple):
-    """One replay of a call: rows `first:last` go to `there`, a view of the static input; `audio` is what comes back of them."""
-
-    graph: CapturedGraph
-    there: torch.Tensor
-    audio: torch.Tensor
-    padded: bool
-    first: int
-    last: int
-
-
-@dataclass
-class _Live:
-    """The captured graphs, and what held when they were captured."""
-
-    pool: Pool
-    graphs: dict[Bucket, CapturedGraph]
-    facts: DecoderFacts
-    unsafe: str
-    fingerprint: Fingerprint
-    environment: tuple[object, ...]
-    ways: dict[Shape, tuple[Outcome, tuple[_Piece, ...]]] = field(default_factory=dict)
 
 
 class GraphedDecoder:
@@ -93,7 +70,7 @@ class GraphedDecoder:
         self.backend, self.enabled, self.check_module, self.latency = backend, enabled, check_module, latency
         self.check_codes = check_codes
         self.stats = ReplayStats()
-        self._live: _Live | None = None
+        self._live: Live | None = None
         self._changing = RLock()  # warm-up, reconfiguration, close: one at a time
         self._closed = False
         self._compiled: Callable[..., Any] | None = None
@@ -101,8 +78,7 @@ class GraphedDecoder:
     @property
     def device(self) -> torch.device:
         """Where the module is now."""
-        first = next(self.module.parameters(), None)
-        first = next(self.module.buffers(), None) if first is None else first
+        first = next(chain(self.module.parameters(), self.module.buffers()), None)
         return torch.device("cpu") if first is None else first.device
 
     @property
@@ -158,19 +134,20 @@ class GraphedDecoder:
         facts = probe(self.module, num_quantizers=self.num_quantizers, codebook_size=self.codebook_size, reach=0)
         probed = time.perf_counter() - start
         if self.padding == "allow" and not (facts.causal and facts.rows_independent):
-            raise ValueError("padding='allow', but the probe found that padding would change samples: the decoder looks ahead or mixes rows")
+            raise ValueError(
+                "padding='allow', but the probe found that padding would change samples: the decoder looks ahead or mixes rows"
+            )
         unsafe = "it keeps state between calls" if facts.stateful else "" if facts.deterministic else "the same input gives other outputs"
-        live = _Live(
-            Pool(self.device, self.backend), {}, facts, unsafe, Fingerprint(self.module), environment(self.device)
-        )
+        live = Live(Pool(self.device, self.backend), {}, facts, unsafe, Fingerprint(self.module), environment(self.device))
         rows = [] if unsafe else self._capture(live, buckets, progress)
         old, self._live = self._live, live
-        _retire(old, keep=live)
+        if old is not None:
+            old.retire(keep=live)
         note = f"no graphs: {unsafe}, so a replay would not do what a call does" if unsafe else ""
         note = note or ("" if live.graphs else "no bucket was captured: every call goes eager")
         return CaptureReport(tuple(rows), live.pool.backend, time.perf_counter() - start - probed, probed, live.pool.nbytes, note=note)
 
-    def _capture(self, live: _Live, buckets: tuple[Bucket, ...], progress: Progress | None) -> list[Any]:
+    def _capture(self, live: Live, buckets: tuple[Bucket, ...], progress: Progress | None) -> list[Any]:
         if self._compiled is None:
             self._compiled = compile_module(self.module)
         graphs, rows = capture_buckets(
@@ -204,103 +181,76 @@ class GraphedDecoder:
             live = self._live
             reason = self._reason(live, codes.device)
             if reason is not None or live is None:
-                served = _EAGER[reason or Fallback.NOT_WARMED_UP]
+                served = EAGER[reason or Fallback.NOT_WARMED_UP]
                 audio = self._eager(codes, shape, None if reason is Fallback.MODULE_CHANGED or live is None else live.facts)
                 break
-            served, pieces = live.ways.get(shape) or self._way(live, shape)
+            served, pieces = self._way(live, shape)
             if not pieces:
                 audio = self._eager(codes, shape, live.facts)
                 break
             with live.pool:
                 if live is self._live:  # not replaced while this call waited for its turn
-                    audio = _replay(pieces, codes)
+                    audio = replay(pieces, codes)
                     break
         milliseconds = None
         if self.latency:
             if codes.device.type == "cuda":
                 torch.cuda.synchronize(codes.device)
             milliseconds = (time.perf_counter() - start) * 1e3
-        self.stats.record(shape, served, milliseconds)
+        self.stats.record(Shape(*shape), served, milliseconds)
         return audio
 
     @torch.no_grad()
-    def _eager(self, codes: torch.Tensor, shape: Shape, facts: DecoderFacts | None) -> torch.Tensor:
-        return check_output(self.module(codes), shape, facts)
+    def _eager(self, codes: torch.Tensor, shape: tuple[int, int], facts: DecoderFacts | None) -> torch.Tensor:
+        return check_output(self.module(codes), Shape(*shape), facts)
 
     def served(self, shape: Shape) -> Outcome:
         """How a call of `shape` would be served now; nothing is decoded or counted."""
         live = self._live
         reason = self._reason(live, self.device)
         if reason is not None or live is None:
-            return _EAGER[reason or Fallback.NOT_WARMED_UP]
-        return (live.ways.get(shape) or self._way(live, shape))[0]
+            return EAGER[reason or Fallback.NOT_WARMED_UP]
+        return self._way(live, shape)[0]
 
-    def _reason(self, live: _Live | None, device: torch.device) -> Fallback | None:
+    def _reason(self, live: Live | None, device: torch.device) -> Fallback | None:
         """Why no graph may serve a call on `device` now, whatever its shape."""
         if not self.enabled or self.backend == "eager":
             return Fallback.DISABLED
-        if live is None:
-            return Fallback.NOT_WARMED_UP
-        if live.unsafe:
-            return Fallback.UNSAFE_MODULE
-        if torch.compiler.is_compiling():
-            return Fallback.COMPILING
-        if capturing(live.pool.device):
-            return Fallback.OUTER_CAPTURE
-        if environment(live.pool.device) != live.environment:
-            return Fallback.ENVIRONMENT_CHANGED
-        if device != live.pool.device or (self.check_module and live.fingerprint.changed() is not None):
-            return Fallback.MODULE_CHANGED
-        return None
+        return Fallback.NOT_WARMED_UP if live is None else live.reason(device, self.check_module)
 
-    def _way(self, live: _Live, shape: Shape) -> tuple[Outcome, tuple[_Piece, ...]]:
-        """Route a shape that is seen for the first time, and remember the views that its replays need."""
-        facts = live.facts
-        pads = self.padding != "exact"
-        allowed = {"pad_frames": pads and facts.causal, "pad_batch": pads and facts.rows_independent, "split": facts.rows_independent}
-        found = route(shape, live.graphs, self.cost, **allowed)
-        served, pieces, first = outcome(found), [], 0
-        if found.miss == "no_bucket" and pads and route(shape, live.graphs, self.cost).parts:
-            served = _EAGER[Fallback.PADDING_UNSAFE]
-        with torch.inference_mode(False):
-            for bucket, rows in found.parts:
-                graph = live.graphs[bucket]
-                there = graph.inputs[0][:rows, :, : shape.frames]
-                audio = graph.outputs[:rows, :, : facts.samples(shape.frames)]
-                pieces.append(_Piece(graph, there, audio, there.shape != graph.inputs[0].shape, first, first + rows))
-                first += rows
-        return live.ways.setdefault(shape, (served, tuple(pieces)))
+    def _way(self, live: Live, shape: tuple[int, int]) -> Way:
+        return live.ways.get(shape) or live.way(Shape(*shape), self.cost, self.padding != "exact")
 
-    def _check(self, codes: torch.Tensor) -> Shape:
-        """The shape of a call, or an error before any work."""
-        self._check_open()
-        expected = f"expected codes [batch, {self.num_quantizers}, frames], int64"
-        if not isinstance(codes, torch.Tensor):
-            raise TypeError(f"{expected}; got {type(codes).__name__}")
-        if codes.dim() != 3 or codes.shape[1] != self.num_quantizers:
-            raise ValueError(f"{expected}; got the shape {tuple(codes.shape)}")
-        if codes.dtype != torch.int64:
-            raise TypeError(f"{expected}; got {codes.dtype}: convert with .long()")
-        device = self._live.pool.device if self._live is not None else self.device
-        if codes.device != device and codes.device != self.device:  # the second costs more: the module has moved
-            raise ValueError(f"the decoder is on {device}, the codes are on {codes.device}: move them with .to({str(device)!r})")
-        shape = Shape(codes.shape[0], codes.shape[2])
-        if shape.batch == 0 or shape.frames == 0:
-            raise ValueError(f"{expected} with at least one row and one frame; got the shape {tuple(codes.shape)}")
+    def _check(self, codes: torch.Tensor) -> tuple[int, int]:
+        """`(batch, frames)` of a call, or an error before any work."""
+        live = self._live
+        try:
+            (batch, quantizers, frames), device = codes.shape, codes.device
+        except (AttributeError, ValueError):
+            raise self._refusal(codes) from None
+        if quantizers != self.num_quantizers or not batch or not frames or codes.dtype is not torch.int64 or self._closed:
+            raise self._refusal(codes)
+        if (live is None or device != live.pool.device) and device != self.device:
+            raise self._refusal(codes)
         if self.check_codes or (self.check_codes is None and device.type == "cpu"):
             low, high = (int(value) for value in codes.aminmax())
             if low < 0 or high >= self.codebook_size:
                 raise ValueError(f"codes go from 0 to {self.codebook_size - 1}; got {low} to {high}")
-        return shape
+        return batch, frames
 
-    def _poison(self) -> None:
-        """Fill the static buffers with what no correct replay leaves there: for tests of the replays."""
-        live = self._live
-        if live is not None:
-            with live.pool, torch.no_grad():
-                for graph in live.graphs.values():
-                    graph.inputs[0].fill_(self.codebook_size - 1)
-                    graph.outputs.fill_(torch.nan)
+    def _refusal(self, codes: object) -> Exception:
+        """What is wrong with these codes: what was expected, what came, what to do."""
+        self._check_open()
+        expected = f"expected codes [batch, {self.num_quantizers}, frames], int64, on {self.device}"
+        if not isinstance(codes, torch.Tensor):
+            return TypeError(f"{expected}; got {type(codes).__name__}")
+        if codes.dim() != 3 or codes.shape[1] != self.num_quantizers:
+            return ValueError(f"{expected}; got the shape {tuple(codes.shape)}")
+        if not codes.numel():
+            return ValueError(f"{expected}, at least one row and one frame; got the shape {tuple(codes.shape)}")
+        if codes.dtype != torch.int64:
+            return TypeError(f"{expected}; got {codes.dtype}: convert with .long()")
+        return ValueError(f"{expected}; got codes on {codes.device}: move them with .to({str(self.device)!r})")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -316,7 +266,11 @@ class GraphedDecoder:
             live = self._live
             self.plan, before = plan, self.plan
             try:
-                if live is None or live.unsafe or self._reason(live, self.device) in (Fallback.MODULE_CHANGED, Fallback.ENVIRONMENT_CHANGED):
+                if (
+                    live is None
+                    or live.unsafe
+                    or self._reason(live, self.device) in (Fallback.MODULE_CHANGED, Fallback.ENVIRONMENT_CHANGED)
+                ):
                     return self._build(plan.buckets, progress)
                 held = live.pool.nbytes
                 dropped = [bucket for bucket in live.graphs if bucket not in plan.buckets]
@@ -328,7 +282,7 @@ class GraphedDecoder:
                 fresh = replace(live, graphs=kept, ways={})
                 rows = self._capture(fresh, tuple(b for b in plan.buckets if b not in kept), progress)
                 self._live = fresh
-                _retire(live, keep=fresh)
+                live.retire(keep=fresh)
                 note = f"{len(kept)} kept, {len(dropped)} dropped; the pool keeps its memory until enough is given up"
                 return CaptureReport(tuple(rows), live.pool.backend, time.perf_counter() - start, nbytes=live.pool.nbytes, note=note)
             except BaseException:
@@ -346,7 +300,8 @@ class GraphedDecoder:
         """Free the graphs and their memory now. A closed decoder refuses calls."""
         with self._changing:
             live, self._live, self._closed, self._compiled = self._live, None, True, None
-            _retire(live)
+            if live is not None:
+                live.retire()
 
     def __enter__(self) -> GraphedDecoder:
         return self
@@ -357,35 +312,3 @@ class GraphedDecoder:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self.captured)} of {len(self.plan)} buckets captured"
         return f"<GraphedDecoder of {type(self.module).__name__}: {state}>"
-
-
-def _replay(pieces: tuple[_Piece, ...], codes: torch.Tensor) -> torch.Tensor:
-    """Copy in, launch, copy out; the result is the caller's own."""
-    if len(pieces) == 1:
-        graph, there, audio, padded, _, _ = pieces[0]
-        if padded:
-            graph.inputs[0].zero_()
-        there.copy_(codes)
-        graph.launch()
-        return audio.clone()
-    joined = pieces[0].audio.new_empty((codes.shape[0], *pieces[0].audio.shape[1:]))
-    for graph, there, audio, padded, first, last in pieces:
-        if padded:
-            graph.inputs[0].zero_()
-        there.copy_(codes[first:last])
-        graph.launch()
-        joined[first:last].copy_(audio)
-    return joined
-
-
-def _retire(old: _Live | None, keep: _Live | None = None) -> None:
-    """Close the graphs of `old` that `keep` does not use, and hand the device what that frees."""
-    if old is None:
-        return
-    with old.pool:  # no call is in the middle of one
-        old.ways.clear()
-        for bucket, graph in old.graphs.items():
-            if keep is None or keep.graphs.get(bucket) is not graph:
-                graph.close()
-    if old.pool.backend == "cuda":
-        torch.cuda.empty_cache()

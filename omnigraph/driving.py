@@ -82,7 +82,7 @@ class Driven:
 
     def to_frame(self) -> pd.DataFrame:
         """Columns: shape, batch, frames, calls, kind, bucket, and median and quartiles of eager_ms and decode_ms."""
-        pd, rows = need("pandas"), []
+        rows = []
         for row in self.rows:
             found: dict[str, Any] = {
                 "shape": str(row.shape),
@@ -96,7 +96,7 @@ class Driven:
                 low, middle, high = quantiles(times, n=4) if len(times) > 1 else times * 3
                 found |= {name: middle, f"{name}_q1": low, f"{name}_q3": high}
             rows.append(found)
-        frame: pd.DataFrame = pd.DataFrame(rows)
+        frame: pd.DataFrame = need("pandas").DataFrame(rows)
         return frame
 
 
@@ -115,7 +115,7 @@ def sample(calls: Calls, limit: int, seed: int = 0) -> list[Shape]:
 def drive(
     decoder: GraphedDecoder, calls: Calls, *, limit: int = 500, eager_repeats: int = 5, seed: int = 0, progress: bool = True
 ) -> Driven:
-    """Decode up to `limit` of `calls` on random codes, timing each, and each shape eagerly `eager_repeats` times beside.
+    """Decode up to `limit` of `calls` on random codes, timing each, and the first `eager_repeats` of each shape eagerly beside.
 
     Times are wall-clock milliseconds of single calls, synchronised. The calls count in `decoder.stats`.
 
@@ -130,14 +130,14 @@ def drive(
     eager: dict[Shape, list[float]] = {shape: [] for shape in times}
     outcomes: dict[Shape, Outcome] = {}
     bar: Callable[..., Iterable[Shape]] = need("tqdm.auto").tqdm if progress else lambda shapes, **_: shapes
-    for shape in bar([*times, *order], desc="decoding", unit="call"):
+    for shape in bar(order, desc="decoding", unit="call"):
         codes = decoder._codes(shape)
         if shape not in outcomes:
             outcomes[shape] = decoder.served(shape)
             decoder.module(codes)  # the first call of a shape picks kernels
-            eager[shape] = [_time(decoder.module, codes) for _ in range(eager_repeats)]
-        else:
-            times[shape].append(_time(decoder.decode, codes))
+        times[shape].append(_time(decoder.decode, codes))
+        if len(eager[shape]) < eager_repeats:
+            eager[shape].append(_time(decoder.module, codes))
     rows = tuple(Timing(s, outcomes[s], len(times[s]), tuple(times[s]), tuple(eager[s])) for s in times)
     first = next(decoder.module.parameters(), None)
     dtype = "none" if first is None else str(first.dtype).removeprefix("torch.")

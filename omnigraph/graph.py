@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
-from omnigraph._record import Arena, Recording, recording, tensors_of
+from omnigraph._pool import Backend, Pool, quiet
+from omnigraph._record import Recording, tensors_of
 
-Backend = Literal["cuda", "cpu"]
 _ONE_AT_A_TIME = threading.RLock()  # captures in this process
 
 
@@ -27,121 +27,6 @@ class CaptureError(RuntimeError):
     def __init__(self, cause: str, text: str) -> None:
         super().__init__(f"{cause}: {text}")
         self.cause = cause
-
-
-def pick_backend(backend: str, device: torch.device) -> Backend:
-    """ "auto" is the device's own; anything else must be it.
-
-    Raises:
-        ValueError: an unknown backend, or one that does not run on `device`.
-    """
-    own = device.type
-    if own not in ("cuda", "cpu"):
-        raise ValueError(f"graphs run on cuda or cpu, not on {device}; backend='eager' decodes there without graphs")
-    if backend not in ("auto", own):
-        raise ValueError(f"backend={backend!r} does not run on {device}: pass backend='auto', or move the module with .to({backend!r})")
-    return "cuda" if own == "cuda" else "cpu"
-
-
-def capturing(device: torch.device) -> bool:
-    """Is somebody capturing what this thread does now: on CUDA the current stream, on a CPU the operations?"""
-    if device.type == "cuda":
-        return torch.cuda.is_current_stream_capturing()
-    return recording()
-
-
-def environment(device: torch.device) -> tuple[object, ...]:
-    """The global switches under which a callable runs other kernels, or returns another dtype."""
-    kind = device.type
-    return (
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        kind == "cuda" and (torch.backends.cudnn.enabled, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic),
-    )
-
-
-class Pool:
-    """The memory that the graphs of one owner share, and the order of their launches.
-
-    `with pool:` is one owner's turn: the host lock is held, and the current stream waits for the turn before. A static output is
-    valid until any graph of the pool replays; so copy it out within the turn.
-    """
-
-    def __init__(self, device: torch.device | str, backend: str = "auto") -> None:
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.backend = pick_backend(backend, self.device)
-        self.arena = Arena()
-        self._lock = threading.RLock()
-        self._depth = 0
-        if self.backend == "cuda":
-            self.stream = torch.cuda.Stream(self.device)
-            self._event = torch.cuda.Event()
-            self._handles = [torch.cuda.graph_pool_handle()]
-
-    def __enter__(self) -> Pool:
-        self._lock.acquire()
-        self._depth += 1
-        if self._depth == 1 and self.backend == "cuda":
-            torch.cuda.current_stream(self.device).wait_event(self._event)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._depth == 1 and self.backend == "cuda":
-                self._event.record(torch.cuda.current_stream(self.device))
-        finally:
-            self._depth -= 1
-            self._lock.release()
-
-    def wait(self) -> None:
-        """Block the host until the last turn's work is done."""
-        if self.backend == "cuda":
-            self._event.synchronize()
-
-    def abandon(self) -> None:
-        """Put later captures into fresh memory: after a failed one, torch versions differ in what is left in the old."""
-        if self.backend == "cuda":
-            self._handles.append(torch.cuda.graph_pool_handle())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the pool holds on the device."""
-        if self.backend == "cpu":
-            return self.arena.nbytes
-        segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in self._handles)
-
-    def warm(self, fn: Callable[..., Any], *inputs: Any, times: int = 1) -> None:
-        """Run `fn` as a capture would find it: on the pool's stream, which then holds the workspaces that libraries make at first use."""
-        with _quiet(self.device):
-            if self.backend == "cpu":
-                for _ in range(times):
-                    fn(*inputs)
-                return
-            current = torch.cuda.current_stream(self.device)
-            self.stream.wait_stream(current)
-            try:
-                with torch.cuda.stream(self.stream):
-                    for _ in range(times):
-                        fn(*inputs)
-            finally:
-                current.wait_stream(self.stream)
-
-
-@contextmanager
-def _quiet(device: torch.device) -> Iterator[None]:
-    """The module's device, no gradients, no inference tensors, and no autocast cache (its weight copies would die after us)."""
-    cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(cache)
 
 
 @contextmanager
@@ -173,7 +58,7 @@ class _CudaGraph:
         pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
         torch.cuda.synchronize(pool.device)
         with torch.cuda.stream(pool.stream), _no_collection():
-            self.graph.capture_begin(pool=pool._handles[-1], capture_error_mode="thread_local")
+            self.graph.capture_begin(pool=pool.handles[-1], capture_error_mode="thread_local")
             try:
                 self.outputs = fn(*inputs)
             except BaseException:
@@ -300,7 +185,7 @@ def capture(
     tensors = tensors_of(inputs)
     if pool is None:
         pool = Pool(tensors[0].device if tensors else "cuda" if backend == "cuda" else "cpu", backend)
-    with _ONE_AT_A_TIME, _quiet(pool.device):
+    with _ONE_AT_A_TIME, quiet(pool.device):
         if copy_inputs:
             inputs = tree_map(lambda leaf: _static(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
         failed: tuple[str, str] | None = None

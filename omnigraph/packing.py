@@ -71,7 +71,7 @@ def pack(
         ValueError: a length or `max_batch_size` is below 1.
     """
     if min(lengths, default=1) < 1 or (max_batch_size is not None and max_batch_size < 1):
-        raise ValueError(f"windows and max_batch_size are at least 1; got a shortest window of {min(lengths, default=1)} and {max_batch_size=}")
+        raise ValueError(f"windows and max_batch_size are at least 1; got {max_batch_size=}, the shortest window {min(lengths, default=1)}")
     batches = {bucket.shape.batch for bucket in captured}
     sizes = sorted({bucket.shape.frames for bucket in captured})
     largest = max(batches, default=0)
@@ -94,7 +94,7 @@ def pack(
         eager = price(Shape(rows, frames), "eager")
         if room(frames) is None:
             return eager
-        if rows > largest:  # no one bucket takes it, and splits are what the recurrence is for: only eager is in question
+        if rows > max(largest, EAGER_ROWS):  # to route it takes long, and splits are what the recurrence is for: only eager is in question
             least = min(paid(batch, frames) / batch for batch in batches if batch <= limit)
             return eager if cost is not None and eager < rows * least else math.inf
         parts = way(rows, frames).parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -231,14 +231,28 @@ class Profile:
         """Seconds that the warm-up of a graph takes: first run, compilation, capture."""
         return float(self.at([shape], "compiled" if compiled else "plain", "seconds")[0][0])
 
-    def pool_bytes(self, buckets: Collection[Bucket]) -> int:
+    def each(self, buckets: Sequence[Bucket], what: Measured = "ms") -> Floats:
+        """A measured quantity of the graph of each of `buckets`, interpolated where need be."""
+        np = need("numpy")
+        values: Floats = np.zeros(len(buckets))
+        ways: tuple[How, How] = ("plain", "compiled")
+        for how in ways:
+            these = [i for i, bucket in enumerate(buckets) if bucket.compiled == (how == "compiled")]
+            if these:
+                values[these] = self.at([buckets[i].shape for i in these], how, what)[0]
+        return values
+
+    def pool_bytes(self, buckets: Sequence[Bucket]) -> int:
         """Bytes of the pool that `buckets` share: one stands for all the scratch memory, the others add what is their own.
 
         That one is whichever makes the sum largest; in practice the largest bucket.
         """
-        own = [self.nbytes(*bucket) for bucket in buckets]
-        extra = [max(self.nbytes(*bucket, alone=True) - n, 0) for bucket, n in zip(buckets, own, strict=True)]
-        return sum(own) + max(extra, default=0)
+        own, alone = self.each(buckets, "bytes_marginal"), self.each(buckets, "bytes_alone")
+        return round(float(own.sum() + (alone - own).max(initial=0.0)))
+
+    def warmup_seconds(self, buckets: Sequence[Bucket]) -> float:
+        """Seconds to warm up all of `buckets`, one after the other."""
+        return float(self.each(buckets, "seconds").sum())
 
     def to_frame(self) -> DataFrame:
         """One row a point: batch, frames, how, ms, spread, repeats, mib_alone, mib_marginal, seconds, speedup over eager."""

@@ -67,7 +67,9 @@ class Route:
     @property
     def padding(self) -> int:
         """Frames decoded beyond those asked for, over all rows."""
-        return sum(p.bucket.shape.batch * p.bucket.shape.frames for p in self.parts) - self.shape.batch * self.shape.frames * bool(self.parts)
+        return sum(p.bucket.shape.batch * p.bucket.shape.frames for p in self.parts) - self.shape.batch * self.shape.frames * bool(
+            self.parts
+        )
 
 
 def _shape(value: Sequence[int]) -> Shape:
@@ -76,7 +78,7 @@ def _shape(value: Sequence[int]) -> Shape:
     >>> _shape([4, 25])
     Shape(batch=4, frames=25)
     """
-    if isinstance(value, str) or len(value) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in value):
+    if len(value) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in value):
         raise ValueError(f"a shape is (batch, frames), both positive integers; got {value!r}")
     return Shape(*value)
 
@@ -247,5 +249,3 @@ def route(
     if cost is not None and paid > cost(shape, "eager"):
         return Route(shape, (), "eager_is_faster")
     return Route(shape, parts)
-
-

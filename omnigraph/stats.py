@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -38,6 +38,25 @@ class Fallback(StrEnum):
     ENVIRONMENT_CHANGED = "environment_changed"  # autocast, default dtype or deterministic flags are others than at the capture
     OUTER_CAPTURE = "outer_capture"  # the current stream is being captured by somebody else
     COMPILING = "compiling"  # torch.compile traces through the call
+    # Decode graphs with a cached prefix:
+    NO_PREFIX = "no_prefix"  # the request has no prefix for this branch
+    PADDED_TEXT = "padded_text"  # masked attention branches on what the mask holds
+    QUANTIZED_CACHE = "quantized_cache"  # the model keeps its K/V in another dtype than it computes in
+    QUANTIZED_PREFIX = "quantized_prefix"  # the prefix comes with scales, or in another dtype than the model's
+    NOT_ON_DEVICE = "not_on_device"  # not on CUDA when CUDA was asked for, or not where the model is
+    OFFLOAD_HOOKS = "offload_hooks"  # hooks that move weights around
+    CACHE_HOOKS = "cache_hooks"  # hooks that skip or reuse what blocks compute
+    FORWARD_HOOKS = "forward_hooks"  # other hooks, which a replay would not run
+    SEQUENCE_PARALLEL = "sequence_parallel"
+    RING_PARALLEL = "ring_parallel"
+    TENSOR_PARALLEL = "tensor_parallel"
+    SHARDED_PARAMETERS = "sharded_parameters"  # gathered by hooks around each block
+    DYNAMIC_WRAPPERS = "dynamic_wrappers"  # LoRA layers and the like, whose arithmetic changes while shapes stay
+    UNKNOWN_KEY = "unknown_key"  # never registered, or evicted
+    OWNED = "owned"  # by another live request
+    ALLOCATION_FAILED = "allocation_failed"
+    CAPTURE_FAILED = "capture_failed"
+    OVER_BUDGET = "over_budget"  # one entry alone takes more than the bytes allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +67,13 @@ class Outcome:
     buckets: tuple[Bucket, ...] = ()
     reason: Fallback | None = None
     padding: int = 0
+    _hash: int = field(init=False, repr=False, compare=False)  # hashed twice a call: once is enough
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.kind, self.buckets, self.reason, self.padding)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def compiled(self) -> bool:
@@ -153,7 +179,7 @@ class ReplayStats:
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each (call, outcome): call, batch, frames, kind, compiled, bucket, reason, calls, padded_frames, median_ms."""
-        pd, times, rows = need("pandas"), self.times(), []
+        times, rows = self.times(), []
         for (call, outcome), n in self.counts().items():
             row = {
                 "call": str(call),
@@ -169,7 +195,7 @@ class ReplayStats:
             }
             rows.append(row)
         columns = ["call", "batch", "frames", "kind", "compiled", "bucket", "reason", "calls", "padded_frames", "median_ms"]
-        frame: pd.DataFrame = pd.DataFrame(rows, columns=columns)
+        frame: pd.DataFrame = need("pandas").DataFrame(rows, columns=columns)
         return frame.sort_values(["batch", "frames", "call", "kind"], ignore_index=True)
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -102,7 +102,7 @@ def profile_job(job: Job) -> list[Row]:
         module = module.to(dtype=getattr(torch, job.dtype))
     profile = Profile.measure(module, job.shapes, **{"progress": False, **job.measure})
     about = {"device": profile.made_for["device"], "dtype": profile.made_for["dtype"]}
-    rows: list[Row] = [{**about, **row} for row in profile.to_frame().to_dict("records")]
+    rows: list[Row] = [about | {str(k): v for k, v in row.items()} for row in profile.to_frame().to_dict("records")]
     for bucket, error in profile.failed.items():
         shape, _, compiled = bucket.partition(" ")
         batch, frames = map(int, shape.split("x"))
@@ -118,7 +118,7 @@ def sweep(
     results: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Run `jobs` and return their rows in one table: model, dtype, and what `run` gives (default: the points of the job's profile).
+    """Run `jobs` and return one table: model, kwargs, dtype and what `run` gives (by default the points of the job's profile), and error.
 
     In this process one after the other, or through any `concurrent.futures` executor. A job that fails, or whose worker is lost,
     is tried once more; then it is a row with its `error`. (A process pool that loses a worker is broken for good: all that it had
@@ -131,10 +131,9 @@ def sweep(
         from dask.distributed import Client, Nanny, Scheduler, SpecCluster
 
         def worker(gpu):
-            options = {"host": "127.0.0.1", "nthreads": 1, "dashboard": False, "env": {"CUDA_VISIBLE_DEVICES": str(gpu)}}
-            return {"cls": Nanny, "options": options}
+            return {"cls": Nanny, "options": {"host": "127.0.0.1", "nthreads": 1, "env": {"CUDA_VISIBLE_DEVICES": str(gpu)}}}
 
-        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False}}
+        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}}
         with SpecCluster({gpu: worker(gpu) for gpu in range(2)}, scheduler) as cluster, Client(cluster) as client:
             og.sweep(jobs, client.get_executor(), results="sweep.jsonl")
 
@@ -158,13 +157,15 @@ def sweep(
         for job, end in ended:
             done[job.key] = end
             if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a", encoding="utf-8", newline="\n") as file:
                     file.write(json.dumps({"schema": SCHEMA, "job": job.key, **end._asdict()}, allow_nan=False) + "\n")
             bar.set_postfix_str(f"{job.name}: {end.error}" if end.error else job.name)
             bar.update()
     rows = []
     for job, key in zip(jobs, keys, strict=True):
-        about, end = {"model": job.name, "dtype": job.dtype}, done[key]
+        end = done[key]
+        about = {"model": job.name, "kwargs": ", ".join(f"{k}={v}" for k, v in job.kwargs.items()), "dtype": job.dtype}
         rows += [{**about, **row, "error": end.error or row.get("error")} for row in end.rows or [{}]]
     frame: pd.DataFrame = need("pandas").DataFrame(rows)
     return frame
@@ -185,7 +186,7 @@ def _failed(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _here(jobs: Sequence[Job], run: Callable[[Job], list[Row]]) -> Iterator[tuple[Job, _Done]]:
+def _here(jobs: Sequence[Job], run: Callable[[Job], list[Row]]) -> Generator[tuple[Job, _Done], None, None]:
     for job in jobs:
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -196,7 +197,7 @@ def _here(jobs: Sequence[Job], run: Callable[[Job], list[Row]]) -> Iterator[tupl
         yield job, end
 
 
-def _through(executor: Executor, jobs: Sequence[Job], run: Callable[[Job], list[Row]]) -> Iterator[tuple[Job, _Done]]:
+def _through(executor: Executor, jobs: Sequence[Job], run: Callable[[Job], list[Row]]) -> Generator[tuple[Job, _Done], None, None]:
     def start(job: Job) -> Future[list[Row]]:
         try:
             return executor.submit(_attempt, run, job, uuid4().hex)

@@ -105,7 +105,8 @@ class Trace:
         np = need("numpy")
         if not 0 < seconds_per_token < math.inf:
             raise ValueError(f"seconds_per_token is positive; got {seconds_per_token}")
-        held, said, source = read_table(path, SCHEMA, (_ARRIVAL, _FRAMES), (_TIMESTAMP, _TOKENS), *([(_FRAMES,)] if at_once else []))
+        formats = [(_ARRIVAL, _FRAMES), (_TIMESTAMP, _TOKENS), *([(_FRAMES,)] if at_once else [])]
+        held, said, source = read_table(path, SCHEMA, *formats, hint="at_once=True takes lengths without arrivals")
         try:
             rate = float(said.get("frame_rate", 12.5 if frame_rate is None else frame_rate))
             if frame_rate not in (None, rate):
@@ -155,12 +156,18 @@ class Trace:
             ValueError: an argument out of range.
         """
         np = need("numpy")
-        numbers = {"requests": requests, "rate": rate, "mean_frames": mean_frames, "max_frames": max_frames}
-        for argument, value in {**numbers, "sigma": sigma, "burstiness": burstiness}.items():
-            if not 0 <= value < math.inf or (argument in numbers and not value):
-                raise ValueError(f"{argument} is finite and {'positive' if argument in numbers else 'not negative'}; got {value}")
+        for argument, value, least, most in (
+            ("requests", requests, 1, MAX_FRAMES),
+            ("rate", rate, 1e-9, 1e9),
+            ("mean_frames", mean_frames, 1, MAX_FRAMES),
+            ("max_frames", max_frames, 1, MAX_FRAMES),
+            ("sigma", sigma, 0, 10),
+            ("burstiness", burstiness, 0, 100),
+        ):
+            if not least <= value <= most:
+                raise ValueError(f"{argument} is from {least} to {most}; got {value}")
         random = np.random.RandomState(seed)  # its numbers are the same in every version of numpy; those of Generator may change
-        gaps = random.gamma(burstiness**-2, burstiness**2 / rate, requests) if burstiness else np.full(requests, 1 / rate)
+        gaps = random.gamma(burstiness**-2, burstiness**2 / rate, requests) if burstiness > 1e-3 else np.full(requests, 1 / rate)
         lengths = random.lognormal(math.log(mean_frames) - sigma**2 / 2, sigma, requests)
         arrival = np.round(np.cumsum(gaps) - gaps[:1], 6)
         frames = np.clip(np.rint(lengths), 1, max_frames).astype(np.int64)
@@ -208,7 +215,8 @@ class Trace:
             raise ValueError(f"chunks have at least 1 frame, contexts 0; got {chunk_size=}, {left_context_size=}, ramp={list(ramp)}")
         lengths, counts = self.histogram()
         longest = int(lengths[-1])
-        size, context, ramped = min(chunk_size, longest), min(left_context_size, longest), list(accumulate(ramp, initial=0))
+        size, context, *first = (min(n, longest) for n in (chunk_size, left_context_size, *ramp))
+        ramped = list(accumulate(first, initial=0))
         # The starts of the calls up to the first that sees its whole context: from there on all full calls are alike.
         settled = ramped[-1] + max(-(-(context - ramped[-1]) // size), 0) * size
         starts = np.array([*ramped[:-1], *range(ramped[-1], settled, size), settled])

@@ -178,8 +178,9 @@ def test_lookahead_delays_all_but_the_end():
 
 
 def test_generation_as_fast_as_playback_does_not_stall():
-    served = simulate(trace_of((1000.1, 2500)), Linear(base=7, each=0), None, max_batch=1, frames_per_second=12.5)
-    assert served.stalls.tolist() == [0]
+    trace = trace_of(*((1000.1 * k, 500) for k in range(20)))
+    served = simulate(trace, Linear(base=7, each=0), None, max_batch=1, frames_per_second=12.5)
+    assert served.stalls.tolist() == [0] * 20
 
 
 def test_what_waits_is_decoded_together_first_come_first_served():
@@ -247,6 +248,14 @@ def test_saturation_is_where_more_comes_than_can_be_served():
     assert saturates_at(load_curve(steady(1.0), Linear(100, 0), plans, [1, 2], max_batch=1)) == {"eager": None}
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_chance_is_not_taken_for_saturation(seed):
+    rng = np.random.default_rng(seed)
+    trace = Trace(np.cumsum(rng.exponential(0.125, 2000)), np.full(2000, 25), "random")
+    assert not simulate(trace, Linear(100, 0), None, max_batch=1).saturated
+    assert simulate(trace.scale(1.5), Linear(100, 0), None, max_batch=1).saturated
+
+
 def test_more_load_waits_longer_and_graphs_keep_up_longer():
     rng = np.random.default_rng(0)
     trace = Trace(np.cumsum(rng.exponential(0.5, 600)), rng.integers(10, 200, 600), "random")
@@ -291,6 +300,21 @@ def test_settle_ends_with_a_plan_for_its_own_calls():
     assert found.plan.buckets == most_called(found.served.calls).buckets or found.served.busy == pytest.approx(found.tried[-2].busy, 1e-3)
     again = settle(trace, Linear(12, 0.1), most_called, 8, start=found.plan)
     assert again.settled
+
+
+def test_settle_stops_at_a_plan_chosen_again():
+    plan = BucketPlan(plain=(Shape(1, 25),))
+    found = settle(steady(1.0, n=20), Linear(), lambda calls: plan, 4)
+    assert found.settled
+    assert [served.plan for served in found.tried] == [None, plan]
+
+
+def test_settle_stops_where_the_time_stays():
+    turn = iter(range(9))  # the same bucket, and another one each time that nobody needs
+    found = settle(steady(1.0, n=20), Linear(), lambda calls: BucketPlan(plain=(Shape(1, 25), Shape(1, 500 + next(turn)))), 4)
+    assert found.settled
+    assert len(found.tried) == 3
+    assert found.plan == found.tried[-1].plan
 
 
 def test_settle_says_when_it_does_not():

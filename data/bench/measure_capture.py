@@ -74,7 +74,7 @@ def startup(module: torch.nn.Module) -> tuple[dict[str, Any], og.GraphedDecoder,
             module(probe._codes(og.Shape(*shape)))
     rounds: list[dict[str, float]] = []
     decoder, report = None, None
-    for _ in range(4):
+    for _ in range(3):
         loop_seconds, loop_bytes, graphs = smallest_first(module, probe._codes)
         for _, graph, _, _ in graphs:
             graph.reset()
@@ -99,7 +99,7 @@ def startup(module: torch.nn.Module) -> tuple[dict[str, Any], og.GraphedDecoder,
     return found, decoder, report
 
 
-def host(decode: Callable[[], object], repeats: int = 300) -> dict[str, float]:
+def host(decode: Callable[[], object], repeats: int = 120) -> dict[str, float]:
     """Microseconds of host time of a call whose device work has room to queue."""
     times = []
     for _ in range(repeats):
@@ -112,7 +112,7 @@ def host(decode: Callable[[], object], repeats: int = 300) -> dict[str, float]:
 
 def host_times(decoder: og.GraphedDecoder) -> list[dict[str, Any]]:
     rows = []
-    for shape in [(1, 4), (1, 25), (1, 50), (8, 50), (1, 325)]:
+    for shape in [(1, 4), (1, 25), (1, 50)]:
         codes = decoder._codes(og.Shape(*shape))
         graph = decoder._live.graphs[og.Bucket(og.Shape(*shape))]
         static, output, launch = graph.inputs[0], graph.outputs, graph._launcher.graph.replay
@@ -174,7 +174,6 @@ def main() -> None:
         result["startup"], decoder, _ = startup(module)
         result["host"] = host_times(decoder)
         result["latency"] = latencies(module, decoder, args.repeats)
-        result["facts"] = {k: v for k, v in vars(decoder.facts).items() if isinstance(v, (int, bool, str, type(None)))}
         reference = Reference(module)
         comparison = og.verify(decoder, [*SHAPES, *PADDED], reference=reference)
         result["verify"] = [
@@ -186,7 +185,7 @@ def main() -> None:
         ]
         print(comparison)
         found["results"].append(result)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps(found) + "\n")
         start = result["startup"]
         print(f"{dtype}: start-up {start['time_ratio']:.3f} of the loop's time, {start['memory_ratio']:.3f} of its memory; {start['rounds'][-1]}")
         for row in result["host"]:

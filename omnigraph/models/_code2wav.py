@@ -53,7 +53,7 @@ def code2wav(
     """
     if config is None:
         if size not in _SIZES:
-            raise ValueError(f'the sizes are {", ".join(map(repr, _SIZES))}, or give config=; got {size!r}')
+            raise ValueError(f"the sizes are {', '.join(map(repr, _SIZES))}, or give config=; got {size!r}")
         config = _SIZES[size]
     model = "transformers.models.qwen3_omni_moe."
     if isinstance(config, Mapping):

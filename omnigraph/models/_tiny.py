@@ -19,6 +19,9 @@ class TinyDecoder(nn.Module):
     Set `raise_in = n` and the n-th call from then on raises; set `broken` and every call does.
     """
 
+    offset: Tensor
+    count: Tensor
+
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
         self.config = config
@@ -43,17 +46,21 @@ class TinyDecoder(nn.Module):
                 raise RuntimeError("the tiny decoder raises at this call")
         if config.host_read and codes.max().item() >= config.codebook_size:
             raise ValueError(f"a code of {codes.max().item()} is outside a codebook of {config.codebook_size}")
-        x = self.embedding(codes + self.offset).sum(1).mT  # [B, hidden, F]
-        if config.mix_rows:
-            x = x + x.mean(0, keepdim=True)
-        x = self.context(F.pad(x, (config.receptive_field, config.lookahead)))
-        x = x + torch.sin(x * self.frequency).square() / self.frequency  # snake
-        audio: Tensor = self.upsample(x)[..., config.trim :]
+        audio = self.untrimmed(codes)[..., config.trim :]
         if config.counter:
             self.count.add_(1)
             audio = audio * (1 + 0.1 * torch.sin(self.count.to(audio.dtype)))
         if config.noise:
             audio = audio + 0.01 * torch.randn_like(audio)
+        return audio
+
+    def untrimmed(self, codes: Tensor) -> Tensor:
+        x = self.embedding(codes + self.offset).sum(1).mT  # [batch, hidden, frames]
+        if self.config.mix_rows:
+            x = x + x.mean(0, keepdim=True)
+        x = self.context(F.pad(x, (self.config.receptive_field, self.config.lookahead)))
+        x = x + torch.sin(x * self.frequency).square() / self.frequency  # snake
+        audio: Tensor = self.upsample(x)
         return audio
 
 
@@ -93,15 +100,7 @@ def tiny(
     config = SimpleNamespace(**{k: v for k, v in locals().items() if k not in ("seed", "dtype", "device")})
     if min(num_quantizers, codebook_size, hidden, channels, upsample) < 1 or min(trim, receptive_field, lookahead) < 0:
         raise ValueError(f"sizes must be positive, trim, receptive_field and lookahead not negative; got {config}")
-    place = torch.device(device)
-    with fresh(seed, place):
+    with fresh(seed, torch.device(device)):
         module = TinyDecoder(config).requires_grad_(False).eval()
-
-        def run(codes: Tensor) -> Tensor:
-            x = module.embedding(codes + module.offset).sum(1).mT
-            x = module.context(F.pad(x, (receptive_field, lookahead)))
-            audio: Tensor = module.upsample(x + torch.sin(x).square())
-            return audio
-
-        scale_output(run, module.upsample, num_quantizers, codebook_size, seed)
+        scale_output(module.untrimmed, module.upsample, num_quantizers, codebook_size, seed)
     return module.to(dtype)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from omnigraph.facts import seeded
+from omnigraph._subject import seeded
 
 OUTPUT_RMS = 0.15  # near zero any tolerance passes, at a clamp of 1 errors hide
 

@@ -1,0 +1,111 @@
+"""The graphs that a decoder has captured, what held when it captured them, and how they serve a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from omnigraph._fingerprint import Fingerprint
+from omnigraph._pool import Pool, capturing, environment
+from omnigraph.facts import DecoderFacts
+from omnigraph.graph import CapturedGraph
+from omnigraph.shapes import Bucket, Cost, Shape, route
+from omnigraph.stats import Fallback, Outcome, outcome
+
+EAGER = {reason: Outcome("fallback", reason=reason) for reason in Fallback}
+
+
+class Piece(NamedTuple):
+    """One replay of a call: rows `first:last` go to `there`, a view of the static input; `audio` is what comes back of them."""
+
+    graph: CapturedGraph
+    there: torch.Tensor
+    audio: torch.Tensor
+    padded: bool
+    first: int
+    last: int
+
+
+Way = tuple[Outcome, tuple[Piece, ...]]
+
+
+@dataclass
+class Live:
+    """Captured graphs and what held at their capture. `unsafe` says why there may be none; `ways` remembers the routes taken."""
+
+    pool: Pool
+    graphs: dict[Bucket, CapturedGraph]
+    facts: DecoderFacts
+    unsafe: str
+    fingerprint: Fingerprint
+    environment: tuple[object, ...]
+    ways: dict[tuple[int, int], Way] = field(default_factory=dict)
+
+    def reason(self, device: torch.device, check_module: bool) -> Fallback | None:
+        """Why no graph may serve a call on `device` now, whatever its shape."""
+        if self.unsafe:
+            return Fallback.UNSAFE_MODULE
+        if torch.compiler.is_compiling():
+            return Fallback.COMPILING
+        if capturing(device):
+            return Fallback.OUTER_CAPTURE
+        if environment(device) != self.environment:
+            return Fallback.ENVIRONMENT_CHANGED
+        if device != self.pool.device or (check_module and self.fingerprint.changed() is not None):
+            return Fallback.MODULE_CHANGED
+        return None
+
+    def way(self, shape: Shape, cost: Cost | None, pads: bool) -> Way:
+        """Route a shape that is seen for the first time, and remember the views that its replays need."""
+        facts, pieces, first = self.facts, list[Piece](), 0
+        can_pad, can_split = pads and facts.causal, facts.rows_independent
+        found = route(shape, self.graphs, cost, pad_frames=can_pad, pad_batch=pads and can_split, split=can_split)
+        served = outcome(found)
+        if found.miss == "no_bucket" and pads and route(shape, self.graphs, cost).parts:
+            served = EAGER[Fallback.PADDING_UNSAFE]
+        with torch.inference_mode(False):
+            for bucket, rows in found.parts:
+                graph = self.graphs[bucket]
+                there = graph.inputs[0][:rows, :, : shape.frames]
+                audio = graph.outputs[:rows, :, : facts.samples(shape.frames)]
+                pieces.append(Piece(graph, there, audio, there.shape != graph.inputs[0].shape, first, first + rows))
+                first += rows
+        return self.ways.setdefault(shape, (served, tuple(pieces)))
+
+    def poison(self, code: int) -> None:
+        """Fill the static buffers with what no correct replay leaves there: for tests of the replays."""
+        with self.pool, torch.no_grad():
+            for graph in self.graphs.values():
+                graph.inputs[0].fill_(code)
+                graph.outputs.fill_(torch.nan)
+
+    def retire(self, keep: Live | None = None) -> None:
+        """Close the graphs that `keep` does not use, and hand the device what that frees."""
+        with self.pool:  # no call is in the middle of one
+            self.ways.clear()
+            for bucket, graph in self.graphs.items():
+                if keep is None or keep.graphs.get(bucket) is not graph:
+                    graph.close()
+        if self.pool.backend == "cuda":
+            torch.cuda.empty_cache()
+
+
+def replay(pieces: tuple[Piece, ...], codes: torch.Tensor) -> torch.Tensor:
+    """Copy in, launch, copy out; within a turn of the pool. The result is the caller's own."""
+    if len(pieces) == 1:
+        graph, there, audio, padded, _, _ = pieces[0]
+        if padded:
+            graph.inputs[0].zero_()
+        there.copy_(codes)
+        graph.launch()
+        return audio.clone()
+    joined = pieces[0].audio.new_empty((codes.shape[0], *pieces[0].audio.shape[1:]))
+    for graph, there, audio, padded, first, last in pieces:
+        if padded:
+            graph.inputs[0].zero_()
+        there.copy_(codes[first:last])
+        graph.launch()
+        joined[first:last].copy_(audio)
+    return joined

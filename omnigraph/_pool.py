@@ -1,0 +1,139 @@
+"""The memory that an owner's graphs share, the order of their launches, and what a callable's kernels depend on besides its inputs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from omnigraph._record import Arena, recording
+
+Backend = Literal["cuda", "cpu"]
+
+
+def pick_backend(backend: str, device: torch.device) -> Backend:
+    """ "auto" is the device's own; anything else must be it.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not run on `device`.
+    """
+    own = device.type
+    if own not in ("cuda", "cpu"):
+        raise ValueError(f"graphs run on cuda or cpu, not on {device}; backend='eager' decodes there without graphs")
+    if backend not in ("auto", own):
+        raise ValueError(f"backend={backend!r} does not run on {device}: pass backend='auto', or move the module with .to({backend!r})")
+    return "cuda" if own == "cuda" else "cpu"
+
+
+def capturing(device: torch.device) -> bool:
+    """Is somebody capturing what this thread does now: on CUDA the current stream, on a CPU the operations?"""
+    if device.type == "cuda":
+        return torch.cuda.is_current_stream_capturing()
+    return recording()
+
+
+# Read before each replay, so in C: the public getters of some of these are Python properties of a microsecond or two each.
+_SWITCHES = (
+    torch.get_default_dtype,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_float32_matmul_precision,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_allow_tf32,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+)
+
+
+def environment(device: torch.device) -> tuple[object, ...]:
+    """The global switches under which a callable runs other kernels, or returns another dtype; equal tuples mean the same."""
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return (autocast, *[switch() for switch in _SWITCHES])
+
+
+class Pool:
+    """The memory that the graphs of one owner share, and the order of their launches.
+
+    `with pool:` is one owner's turn: the host lock is held, and the current stream waits for the turn before. A static output is
+    valid until any graph of the pool replays; so copy it out within the turn.
+    """
+
+    def __init__(self, device: torch.device | str, backend: str = "auto") -> None:
+        device = torch.device(device)
+        # A device without an index is the current one, which may be another at the next call.
+        self.device = torch.empty(0, device=device).device
+        self.backend = pick_backend(backend, self.device)
+        self.arena = Arena()
+        self._lock = threading.RLock()
+        self._depth = 0
+        if self.backend == "cuda":
+            self.stream = torch.cuda.Stream(self.device)
+            self._event = torch.cuda.Event()
+            self.handles = [torch.cuda.graph_pool_handle()]
+
+    def __enter__(self) -> Pool:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1 and self.backend == "cuda":
+            torch.cuda.current_stream(self.device).wait_event(self._event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._depth == 1 and self.backend == "cuda":
+                self._event.record(torch.cuda.current_stream(self.device))
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    def wait(self) -> None:
+        """Block the host until the last turn's work is done."""
+        if self.backend == "cuda":
+            self._event.synchronize()
+
+    def abandon(self) -> None:
+        """Put later captures into fresh memory: after a failed one, torch versions differ in what is left in the old."""
+        if self.backend == "cuda":
+            self.handles.append(torch.cuda.graph_pool_handle())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the pool holds on the device."""
+        if self.backend == "cpu":
+            return self.arena.nbytes
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in self.handles)
+
+    def warm(self, fn: Callable[..., Any], *inputs: Any, times: int = 1) -> None:
+        """Run `fn` as a capture would find it: on the pool's stream, which then holds the workspaces that libraries make at first use."""
+        with quiet(self.device):
+            if self.backend == "cpu":
+                for _ in range(times):
+                    fn(*inputs)
+                return
+            current = torch.cuda.current_stream(self.device)
+            self.stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self.stream):
+                    for _ in range(times):
+                        fn(*inputs)
+            finally:
+                current.wait_stream(self.stream)
+
+
+@contextmanager
+def quiet(device: torch.device) -> Iterator[None]:
+    """The module's device, no gradients, no inference tensors, and no autocast cache (its weight copies would die after us)."""
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
