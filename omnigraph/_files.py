@@ -43,7 +43,7 @@ def read_json(path: str | os.PathLike[str], schema: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # what json and utf-8 raise, and int() for a number of too many digits
         raise FileError(f"{path}: expected JSON of the schema {schema!r}, but it does not parse: {error}") from error
     found = content.get("schema") if isinstance(content, dict) else None
     if found != schema:

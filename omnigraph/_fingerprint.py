@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from itertools import chain, compress, repeat, starmap
-from operator import call, is_
+from collections.abc import Callable
+from itertools import repeat
+from operator import contains, itemgetter
 from typing import Any
-from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 _SAME_IN_TRAINING = {nn.Linear, nn.Conv1d, nn.ConvTranspose1d, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Sequential, nn.SiLU, nn.GELU}
+_REGISTERED = "_parameters", "_buffers", "_modules"
 
 
-def _layout(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+def _layout(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return "none" if value is None else type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
 
 
-def _has_address(tensor: Tensor) -> bool:
+def _has_address(value: object) -> bool:
     """False for subclasses that wrap other tensors (sharded, quantized): those are known by identity alone."""
     try:
-        return tensor.data_ptr() != 0
+        return isinstance(value, Tensor) and value.data_ptr() != 0
     except RuntimeError:
         return False
+
+
+def _at(tensors: list[Tensor], addresses: list[int], places: list[int]) -> bool:
+    """Are the tensors at these addresses? `places` counts them."""
+    return [*map(Tensor.data_ptr, tensors)] == addresses
+
+
+# A build for CUDA has this loop in C++, for Inductor's CUDA graphs.
+_same: Callable[[list[Tensor], list[int], list[int]], bool] = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _at)
 
 
 class Fingerprint:
@@ -30,7 +44,8 @@ class Fingerprint:
 
     Every registered tensor, submodule and forward hook is compared by identity, every tensor by its address as well, in C-level loops
     over flat lists. In-place updates (an optimiser's step, `load_state_dict`) keep both: a graph reads the new values, so nothing has
-    changed. Tensors are held weakly. Not seen: tensors in plain attributes, and `tensor.data` set to a view of itself at its address.
+    changed. Tensors are held until one is seen to have been replaced; from then on the module counts as changed. Not seen: tensors in
+    plain attributes, and `tensor.data` set to a view of itself at its address.
 
     >>> linear = nn.Linear(2, 2)
     >>> fingerprint = Fingerprint(linear)
@@ -46,66 +61,79 @@ class Fingerprint:
 
     def __init__(self, module: nn.Module) -> None:
         modules = dict(module.named_modules())
-        if not all(isinstance(part._parameters, dict) and isinstance(part._modules, dict) for part in modules.values()):
+        registered = [(path, kind, getattr(part, kind)) for path, part in modules.items() for kind in _REGISTERED]
+        if not all(isinstance(entries, dict) for _, _, entries in registered):
             raise TypeError(f"cannot watch {type(module).__name__} for changes: pass the nn.Module that it was scripted from")
-        kinds: list[tuple[str, dict[str, Any]]] = [(p, d) for p, part in modules.items() for d in (part._parameters, part._buffers)]
-        found = [(f"{path}.{name}".lstrip("."), name, kind) for path, kind in kinds for name in kind]
-        self._names = [path for path, key, kind in found if kind[key] is not None]
-        self._places = [(kind, key) for _, key, kind in found if kind[key] is not None]
-        self._absent = [(kind, key) for _, key, kind in found if kind[key] is None]
-        tensors = self._tensors()
-        self._refs, self._layouts = [*map(ref, tensors)], [*map(_layout, tensors)]
-        self._addressed = [*map(_has_address, tensors)]
-        self._addresses = self._addresses_of(tensors)
-        self._child_dicts = [part._modules for part in modules.values() if part._modules]
-        self._children = self._children_now()
-        hooks: list[dict[int, Any]] = [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
-        hooks += [kind for part in modules.values() for kind in (part._forward_pre_hooks, part._forward_hooks)]
-        self._bare, self._hooked = [kind for kind in hooks if not kind], [kind for kind in hooks if kind]
-        self._hooks = self._hooks_now()
+        self._paths = [(path, kind) for path, kind, entries in registered if entries]
+        self._entries: list[dict[str, Any]] = [entries for _, _, entries in registered if entries]
+        self._empty: list[dict[str, Any]] = [entries for _, _, entries in registered if not entries]
+        self._known = [dict(entries) for entries in self._entries]
+        named = [(f"{p}.{n}".lstrip("."), t) for (p, _), entries in zip(self._paths, self._known, strict=True) for n, t in entries.items()]
+        self._addressed: list[tuple[str, Tensor, str]] = [(name, t, _layout(t)) for name, t in named if _has_address(t)]
+        self._tensors = [tensor for _, tensor, _ in self._addressed]
+        self._addresses, self._order = [*map(Tensor.data_ptr, self._tensors)], [*range(len(self._tensors))]
+        # Two tensors of one element may be equal without being the same.
+        places = [(d, n) for d in self._entries for n, v in d.items() if isinstance(v, Tensor) and v.numel() == 1]
+        self._single = [(entries, name, entries[name]) for entries, name in places]
+        self._hooks = [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
+        self._hooks += [hooks for part in modules.values() for hooks in (part._forward_pre_hooks, part._forward_hooks)]
+        self._known_hooks = [dict(hooks) for hooks in self._hooks]
+        self._hooked = [(hooks, dict(hooks)) for hooks in self._hooks if hooks]
+        self._hooks_made: int = RemovableHandle.next_id
         self._attributes = [part.__dict__ for part in modules.values()]
-        self._overridden = self._overrides_now()
+        self._overridden = [*map(dict.get, self._attributes, repeat("forward"))]
+        self._override = any(map(contains, self._attributes, repeat("forward")))
         self._trainable = [part.__dict__ for part in modules.values() if type(part) not in _SAME_IN_TRAINING]
-        self._training = self._training_now()
+        self._training = [*map(itemgetter("training"), self._trainable)]
+        self._replaced = ""
 
     def changed(self) -> str | None:
         """The first difference from the module as it was at construction, in words, or None."""
-        tensors = self._tensors()
-        if not all(map(is_, tensors, map(call, self._refs))) or any(map(is_, tensors, repeat(None))):
-            for name, tensor, known, layout in zip(self._names, tensors, self._refs, self._layouts, strict=True):
-                if tensor is None or tensor is not known():
-                    return f"{name} is another tensor: {layout} at the capture, {'none' if tensor is None else _layout(tensor)} now"
-        if self._addresses_of(tensors) != self._addresses:
-            addressed = compress(zip(self._names, tensors, self._layouts, strict=True), self._addressed)
-            name, tensor, layout = next(one for one, old in zip(addressed, self._addresses, strict=True) if one[1].data_ptr() != old)
+        if self._replaced:
+            return self._replaced
+        if not self._registered_as_known():
+            self._replaced = self._what_was_replaced()
+            self._known, self._tensors, self._addressed, self._single = [], [], [], []
+            return self._replaced
+        if not _same(self._tensors, self._addresses, self._order):
+            moved = zip(self._addressed, self._addresses, strict=True)
+            name, tensor, layout = next(one for one, address in moved if one[1].data_ptr() != address)
             return f"{name} moved: {layout} at the capture, {_layout(tensor)} now"
-        if not all(map(is_, starmap(dict.get, self._absent), repeat(None))):
-            return "a parameter or buffer that was None was set"
-        if self._children_now() != self._children:
-            return "submodules were added, removed or replaced"
-        if any(self._bare) or self._hooks_now() != self._hooks:
+        if self._hooks_changed():
             return "forward hooks were added, removed or replaced"
-        if self._training_now() != self._training:
+        if [*map(itemgetter("training"), self._trainable)] != self._training:
             return "the training mode is another one"
-        if self._overrides_now() != self._overridden:
+        # Offloading and caching hooks set a forward method on instances, in place of their class's.
+        overrides = self._override or any(map(contains, self._attributes, repeat("forward")))
+        if overrides and [*map(dict.get, self._attributes, repeat("forward"))] != self._overridden:
             return "a forward method was replaced"
         return None
 
-    def _tensors(self) -> list[Any]:
-        return [*starmap(dict.get, self._places)]
+    def _registered_as_known(self) -> bool:
+        """Dictionaries compare in C, values by identity first; only where that fails are tensors compared, and bool() of that raises."""
+        try:
+            same = self._entries == self._known
+        except (RuntimeError, TypeError):
+            return False
+        return same and not any(self._empty) and all(entries[name] is tensor for entries, name, tensor in self._single)
 
-    def _addresses_of(self, tensors: list[Any]) -> list[int]:
-        return [*map(Tensor.data_ptr, compress(tensors, self._addressed))]
+    def _what_was_replaced(self) -> str:
+        for (path, kind), now, known in zip(self._paths, self._entries, self._known, strict=True):
+            for name in known | now:
+                then, there = known.get(name), now.get(name)
+                if there is not then or (name in known) != (name in now):
+                    if kind == "_modules":
+                        return "submodules were added, removed or replaced"
+                    if then is None:
+                        return "a parameter or buffer that was None was set"
+                    return f"{f'{path}.{name}'.lstrip('.')} is another tensor: {_layout(then)} at the capture, {_layout(there)} now"
+        return "a parameter, buffer or submodule was added"
 
-    def _children_now(self) -> list[nn.Module | None]:
-        return [*chain.from_iterable(map(dict.values, self._child_dicts))]
-
-    def _hooks_now(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._hooked))]
-
-    def _training_now(self) -> list[bool | None]:
-        return [*map(dict.get, self._trainable, repeat("training"))]
-
-    def _overrides_now(self) -> list[Any]:
-        """The forward methods set on instances, as offloading and caching hooks do, in place of their classes'."""
-        return [*filter(None, map(dict.get, self._attributes, repeat("forward")))]
+    def _hooks_changed(self) -> bool:
+        """Each new hook takes a number, so while no number was given out only the hooks that were there can have gone."""
+        if RemovableHandle.next_id != self._hooks_made:
+            made: int = RemovableHandle.next_id
+            if self._hooks != self._known_hooks:
+                return True
+            self._hooks_made = made
+        return any(hooks != known for hooks, known in self._hooked)

@@ -113,9 +113,7 @@ class Line:
         for prices in itertools.product(*([0.0, *(s * g for g in grid)] if s else [0.0] for s in scale)):
             price = prices[0] * p.marginal + prices[1] * p.seconds
             values, came = self.levels(price, most) if most < self.m else self.free(price)
-            room = np.zeros(self.m)
-            for paid, left in zip(prices, (bytes_left, p.max_seconds), strict=True):
-                room += paid * left if paid else 0.0
+            room = (prices[0] * bytes_left if prices[0] else 0.0) + (prices[1] * p.max_seconds if prices[1] else 0.0)
             bound = np.maximum(bound, self.eager - values.max(axis=0) - room)
             spent = self._spent(came, np.stack([p.marginal, p.seconds]))
             total = self.eager - values - (spent[0] * prices[0] + spent[1] * prices[1])

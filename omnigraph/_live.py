@@ -10,7 +10,7 @@ import torch
 from omnigraph._fingerprint import Fingerprint
 from omnigraph._pool import Pool, capturing, environment
 from omnigraph.facts import DecoderFacts
-from omnigraph.graph import CapturedGraph
+from omnigraph.graph import CapturedGraph, flush
 from omnigraph.shapes import Bucket, Cost, Shape, route
 from omnigraph.stats import Fallback, Outcome, outcome
 
@@ -42,8 +42,9 @@ class Live:
     fingerprint: Fingerprint
     environment: tuple[object, ...]
     ways: dict[tuple[int, int], Way] = field(default_factory=dict)
+    retired: bool = False
 
-    def reason(self, device: torch.device, check_module: bool) -> Fallback | None:
+    def reason(self, device: torch.device, check_stale: bool) -> Fallback | None:
         """Why no graph may serve a call on `device` now, whatever its shape."""
         if self.unsafe:
             return Fallback.UNSAFE_MODULE
@@ -51,28 +52,33 @@ class Live:
             return Fallback.COMPILING
         if capturing(device):
             return Fallback.OUTER_CAPTURE
-        if environment(device) != self.environment:
-            return Fallback.ENVIRONMENT_CHANGED
-        if device != self.pool.device or (check_module and self.fingerprint.changed() is not None):
+        if device != self.pool.device:
             return Fallback.MODULE_CHANGED
+        if check_stale:
+            if environment(device) != self.environment:
+                return Fallback.ENVIRONMENT_CHANGED
+            if self.fingerprint.changed() is not None:
+                return Fallback.MODULE_CHANGED
         return None
 
-    def way(self, shape: Shape, cost: Cost | None, pads: bool) -> Way:
-        """Route a shape that is seen for the first time, and remember the views that its replays need."""
+    def way(self, shape: Shape, cost: Cost | None, pads: bool) -> Way | None:
+        """Route a shape that is seen for the first time, and remember the views that its replays need. None: other graphs are live."""
         facts, pieces, first = self.facts, list[Piece](), 0
         can_pad, can_split = pads and facts.causal, facts.rows_independent
         found = route(shape, self.graphs, cost, pad_frames=can_pad, pad_batch=pads and can_split, split=can_split)
         served = outcome(found)
         if found.miss == "no_bucket" and pads and route(shape, self.graphs, cost).parts:
             served = EAGER[Fallback.PADDING_UNSAFE]
-        with torch.inference_mode(False):
+        with self.pool, torch.inference_mode(False):
+            if self.retired:  # and its graphs closed
+                return None
             for bucket, rows in found.parts:
                 graph = self.graphs[bucket]
                 there = graph.inputs[0][:rows, :, : shape.frames]
                 audio = graph.outputs[:rows, :, : facts.samples(shape.frames)]
                 pieces.append(Piece(graph, there, audio, there.shape != graph.inputs[0].shape, first, first + rows))
                 first += rows
-        return self.ways.setdefault(shape, (served, tuple(pieces)))
+            return self.ways.setdefault(shape, (served, tuple(pieces)))
 
     def poison(self, code: int) -> None:
         """Fill the static buffers with what no correct replay leaves there: for tests of the replays."""
@@ -84,12 +90,12 @@ class Live:
     def retire(self, keep: Live | None = None) -> None:
         """Close the graphs that `keep` does not use, and hand the device what that frees."""
         with self.pool:  # no call is in the middle of one
+            self.retired = True
             self.ways.clear()
             for bucket, graph in self.graphs.items():
                 if keep is None or keep.graphs.get(bucket) is not graph:
                     graph.close()
-        if self.pool.backend == "cuda":
-            torch.cuda.empty_cache()
+        flush(self.pool.device)
 
 
 def replay(pieces: tuple[Piece, ...], codes: torch.Tensor) -> torch.Tensor:

@@ -131,9 +131,9 @@ def measure_points(
                     kept.append(make(largest, "plain", pool)[0])
                 except Exception:
                     kept.clear()  # met again, and told, when its turn comes
-            for shape, how in bar:
-                if seconds is not None and time.perf_counter() - started > seconds:
-                    warnings.warn(f"{seconds:g} s are over: {bar.n} of {len(missing)} points were measured", stacklevel=3)
+            for done, (shape, how) in enumerate(bar):
+                if done and seconds is not None and time.perf_counter() - started > seconds:
+                    warnings.warn(f"{seconds:g} s are over: {done} of {len(missing)} points were measured", stacklevel=3)
                     break
                 bar.set_description(f"{shape} {how}")
                 try:

@@ -70,27 +70,38 @@ class Pool:
         self.device = torch.empty(0, device=device).device
         self.backend = pick_backend(backend, self.device)
         self.arena = Arena()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._depth = 0
         if self.backend == "cuda":
             self.stream = torch.cuda.Stream(self.device)
             self._event = torch.cuda.Event()
+            self._current = self.stream  # that of the turn before
             self.handles = [torch.cuda.graph_pool_handle()]
 
     def __enter__(self) -> Pool:
-        self._lock.acquire()
+        self.lock.acquire()
+        try:
+            if not self._depth and self.backend == "cuda":
+                self._follow()
+        except BaseException:
+            self.lock.release()
+            raise
         self._depth += 1
-        if self._depth == 1 and self.backend == "cuda":
-            torch.cuda.current_stream(self.device).wait_event(self._event)
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             if self._depth == 1 and self.backend == "cuda":
-                self._event.record(torch.cuda.current_stream(self.device))
+                self._event.record(self._current)
         finally:
             self._depth -= 1
-            self._lock.release()
+            self.lock.release()
+
+    def _follow(self) -> None:
+        """Let the current stream wait for the turn before; work of the same stream is in order as it is."""
+        if torch._C._cuda_getCurrentRawStream(self.device.index) != self._current.cuda_stream:
+            self._current = torch.cuda.current_stream(self.device)
+            self._current.wait_event(self._event)
 
     def wait(self) -> None:
         """Block the host until the last turn's work is done."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from omnigraph.graph import CapturedGraph
-from omnigraph.stats import Fallback
+from omnigraph.shapes import Bucket, Shape
+from omnigraph.stats import Fallback, Outcome
 
 _ALIGNMENT = 256  # bytes: what the CUDA allocator gives, and more than any kernel asks for
 _version = attrgetter("_version")
@@ -138,8 +139,9 @@ class DecodeAdapter(Protocol):
 class Entry:
     """One key's buffers and, once it has decoded, its graph. Whose prefix the buffers hold is known by weak references."""
 
-    def __init__(self, buffers: DecodeBuffers) -> None:
+    def __init__(self, buffers: DecodeBuffers, compiled: bool) -> None:
         self.buffers = buffers
+        self.served = Outcome("exact", (Bucket(Shape(*buffers.hidden.shape[:2]), compiled),))
         self.graph: CapturedGraph | None = None
         self.environment: tuple[object, ...] = ()
         self.seconds = 0.0  # warm-up, compilation and capture

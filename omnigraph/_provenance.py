@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -63,6 +64,9 @@ def _driver() -> str:
 
 
 def _commit() -> str:
+    """The commit of this checkout; OMNIGRAPH_COMMIT where the files were copied without one."""
+    if given := os.environ.get("OMNIGRAPH_COMMIT"):
+        return given
     try:
         here = Path(__file__).parent
         command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]

@@ -27,7 +27,7 @@ _HOST_READS = {getattr(torch.Tensor, name) for name in _CONVERSIONS + _NUMBERS}
 _CONSTRUCTORS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.Tensor.new}
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _BY_MASK = {aten.index.Tensor, aten.masked_select.default}  # the shape of the result depends on masks alone
-_FACTORIES = {"aten::empty", "aten::empty_strided", "aten::empty_permuted", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+_FACTORIES = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided")}
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, type(None))
 
 _active = threading.local()
@@ -36,6 +36,12 @@ _active = threading.local()
 def recording() -> bool:
     """Does this thread's work go into a recording now?"""
     return getattr(_active, "yes", False)
+
+
+def refuse_within_a_recording() -> None:
+    """A launch would write to memory that the recording takes for its own, or for constants."""
+    if recording():
+        raise RuntimeError("a replay cannot be captured: call the function that the graph was captured from")
 
 
 class HostRead(RuntimeError):
@@ -211,7 +217,9 @@ def _record(fn: Callable[..., Any], inputs: Sequence[Any], state: Iterable[int] 
         raise HostRead(recorder.refused)  # the callable caught it, and went another way than it does outside
     for leaf in tree_flatten(outputs)[0]:
         if not isinstance(leaf, _PLAIN):
-            raise TypeError(f"the callable returned a {type(leaf).__name__}, whose tensors no replay would find: return tuples, lists or dicts")
+            raise TypeError(
+                f"the callable returned a {type(leaf).__name__}, in which no replay finds tensors: return tuples, lists or dicts"
+            )
     return recorder, outputs
 
 
@@ -254,13 +262,13 @@ class Recording:
         Raises:
             RuntimeError: within another recording.
         """
-        if recording():
-            raise RuntimeError("a replay cannot be captured: call the function that the graph was captured from")
-        if torch.is_autocast_enabled("cpu"):  # the recorded operations are those that autocast, or none, had chosen
-            with torch.autocast("cpu", enabled=False):
+        refuse_within_a_recording()
+        with torch.no_grad():  # kernels look at it, not gradients alone
+            if torch.is_autocast_enabled("cpu"):  # the recorded operations are those that autocast, or none, had chosen
+                with torch.autocast("cpu", enabled=False):
+                    self._run()
+            else:
                 self._run()
-        else:
-            self._run()
 
     def _run(self) -> None:
         for run, args, kwargs, made in self.steps:

@@ -82,7 +82,8 @@ class Problem:
         np = need("numpy")
         step = max(_CELLS // (len(np.unique(self.rows[1])) * (self.rows[0].max() + len(np.unique(self.sizes[0])) + 1)), 1)
         parts = [self._totals(sets[i : i + step]) for i in range(0, len(sets), step)]
-        return np.concatenate(parts) if parts else np.zeros(0)
+        totals: Floats = np.concatenate([np.zeros(0), *parts])
+        return totals
 
     def _totals(self, sets: Bools) -> Floats:
         np = need("numpy")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Bools = npt.NDArray[np.bool_]
 
 CLOSE = 1.001  # a plan within this factor of its bound is not worth seconds of search
-MOST_CURVE = 32  # graphs up to which the curve for several batch sizes goes
+MOST_ON_A_LINE, MOST = 128, 32  # graphs up to which the curve goes, for one batch size and for several
 
 
 def best_of_each_number(p: Problem, deadline: float) -> list[Bools]:
@@ -26,11 +26,11 @@ def best_of_each_number(p: Problem, deadline: float) -> list[Bools]:
     inf = float("inf")
     free = replace(p, max_graphs=inf, max_bytes=inf, max_seconds=inf)
     if is_line(p):
-        return Line(free).curve(len(p.buckets))
+        return Line(free).curve(int(max(MOST_ON_A_LINE, min(p.max_graphs, len(p.buckets)))))
     sets = [p.none]
     for more, _ in greedy(free, ~p.none, p.none):
         sets.append(more)
-        if len(sets) > max(MOST_CURVE, min(p.max_graphs, len(p.buckets))) or time.perf_counter() > deadline:
+        if len(sets) > max(MOST, min(p.max_graphs, len(p.buckets))) or time.perf_counter() > deadline:
             break
     return sets
 

@@ -1,10 +1,10 @@
-"""Capturing the buckets of a plan: all warm-up calls first, one flush, then the captures, the largest first, into one pool."""
+"""Capturing the buckets of a plan: all warm-up calls, then all captures, the largest first, into one pool; one collection, one flush."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from omnigraph._needs import need
 from omnigraph._pool import Pool
 from omnigraph.facts import DecoderFacts
-from omnigraph.graph import CapturedGraph, CaptureError, capture
+from omnigraph.graph import CapturedGraph, capture, flush
 from omnigraph.shapes import Bucket, Shape
 
 if TYPE_CHECKING:
@@ -131,58 +131,75 @@ def capture_buckets(
             progress(what, done, steps)
         done += 1
 
-    wanted = [BucketReport(bucket) for bucket in buckets]
+    # The device is not waited for between here and the flush, so that it runs the warm-up calls while the host captures.
+    examples = {bucket.shape: codes(bucket.shape) for bucket in buckets}
     rows = []
-    for row in wanted:
-        tell(f"{'compile' if row.bucket.compiled else 'warm up'} {row.bucket.shape}")
-        rows.append(_warm(module, row, codes, facts, pool, compiled, taken=buckets))
+    for bucket in buckets:
+        tell(f"{'compile' if bucket.compiled else 'warm up'} {bucket.shape}")
+        rows.append(_warm(module, bucket, examples[bucket.shape], facts, pool, compiled, taken=buckets))
     gc.collect()
-    if pool.backend == "cuda":
-        torch.cuda.empty_cache()
+    if pool.backend == "cuda" and _tight(pool.device):
+        flush(pool.device)
     graphs: dict[Bucket, CapturedGraph] = {}
     finished = []
     for row in rows:
         tell(f"capture {row.bucket}")
-        bucket = row.captured
-        if bucket is not None:
+        for bucket in _attempts(row.captured, buckets):
             try:
-                graph = capture(compiled if bucket.compiled else module, codes(bucket.shape), pool=pool, warmup=0, compiled=bucket.compiled)
+                fn, warm = (compiled, 0) if bucket.compiled else (module, int(bucket != row.captured))
+                graph = capture(fn, examples[bucket.shape], pool=pool, warmup=warm, compiled=bucket.compiled)
                 check_output(graph.outputs, bucket.shape, facts)
                 graphs[bucket] = graph
-                row = replace(row, seconds=row.seconds + graph.seconds, nbytes=graph.nbytes)
-            except (CaptureError, ValueError) as error:
+                row = replace(row, captured=bucket, seconds=row.seconds + graph.seconds, nbytes=graph.nbytes)
+                break
+            except (RuntimeError, ValueError) as error:
                 row = replace(row, captured=None, error=f"{row.error}{'; ' if row.error else ''}{error}")
         finished.append(row)
+    flush(pool.device)
     tell("done")
     return graphs, finished
 
 
+def _tight(device: torch.device) -> bool:
+    """Is there less memory free than the warm-up calls left cached? A capture may need as much, and cannot take it from the cache."""
+    return torch.cuda.mem_get_info(device)[0] < torch.cuda.memory_reserved(device)
+
+
+def _attempts(bucket: Bucket | None, taken: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """What to capture for a bucket, in order: itself, and its plain form where it is compiled and that is not in the plan anyway."""
+    if bucket is None:
+        return ()
+    plain = Bucket(bucket.shape)
+    return (bucket, plain) if bucket.compiled and plain not in taken else (bucket,)
+
+
 def _warm(
     module: torch.nn.Module,
-    row: BucketReport,
-    codes: Callable[[Shape], torch.Tensor],
+    wanted: Bucket,
+    codes: torch.Tensor,
     facts: DecoderFacts,
     pool: Pool,
     compiled: Callable[..., Any],
-    taken: Iterable[Bucket],
+    taken: Sequence[Bucket],
 ) -> BucketReport:
     """Run one bucket's call, compiling it where asked. Most of what would break a capture breaks here, harmlessly."""
-    shape, start, error = row.bucket.shape, time.perf_counter(), ""
-    for bucket in (row.bucket, Bucket(shape)) if row.bucket.compiled else (row.bucket,):
-        if error and bucket in taken:
-            break  # its plain form is in the plan already
+    shape, start, error = wanted.shape, time.perf_counter(), ""
+    for bucket in _attempts(wanted, taken):
         try:
             if bucket.compiled:
                 with torch._dynamo.config.patch(
-                    recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True
+                    recompile_limit=RECOMPILE_LIMIT,
+                    accumulated_recompile_limit=RECOMPILE_LIMIT,
+                    fail_on_recompile_limit_hit=True,
+                    suppress_errors=False,
                 ):
-                    pool.warm(compiled, codes(shape), times=3)
+                    pool.warm(compiled, codes, times=3)
             else:
-                pool.warm(lambda c: check_output(module(c), shape, facts), codes(shape))
+                pool.warm(lambda c: check_output(module(c), shape, facts), codes)
         except Exception as failure:
             error += f"{'; plain: ' if error else ''}{type(failure).__name__}: {failure}"
             continue
         took = time.perf_counter() - start
-        compiling = row.bucket.compiled
-        return BucketReport(row.bucket, bucket, error, seconds=0.0 if compiling else took, compile_seconds=took if compiling else 0.0)
-    return BucketReport(row.bucket, None, error, seconds=time.perf_counter() - start)
+        compiling = wanted.compiled
+        return BucketReport(wanted, bucket, error, seconds=0.0 if compiling else took, compile_seconds=took if compiling else 0.0)
+    return BucketReport(wanted, None, error, seconds=time.perf_counter() - start)

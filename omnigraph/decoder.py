@@ -15,7 +15,7 @@ import torch
 
 from omnigraph._fingerprint import Fingerprint
 from omnigraph._live import EAGER, Live, Way, replay
-from omnigraph._pool import Pool, environment, pick_backend
+from omnigraph._pool import Pool, capturing, environment, pick_backend
 from omnigraph._provenance import differences
 from omnigraph._warmup import CaptureReport, Progress, capture_buckets, check_output, compile_module
 from omnigraph.facts import DecoderFacts, code_space, probe
@@ -38,7 +38,8 @@ class GraphedDecoder:
         backend: "auto" (the module's device), "cuda", "cpu", or "eager" (no graphs at all).
         cost: milliseconds of a call, `profile.cost` for instance; without it routes go by batch x frames.
         check_codes: check that codes are within the codebook. On by default on a CPU; on CUDA it costs a synchronisation.
-        check_module: before each replay, check that the module is what it was at the capture (tens of microseconds).
+        check_stale: before each replay, check that the module and torch's global switches are what they were at the capture (tens of
+            microseconds). Turn it off only where nobody can change them.
         enabled: False sends every call eager.
         latency: time each call (on CUDA that synchronises it) into `stats`.
 
@@ -57,7 +58,7 @@ class GraphedDecoder:
         backend: str = "auto",
         cost: Cost | None = None,
         check_codes: bool | None = None,
-        check_module: bool = True,
+        check_stale: bool = True,
         enabled: bool = True,
         latency: bool = False,
     ) -> None:
@@ -67,7 +68,7 @@ class GraphedDecoder:
             raise ValueError(f"backend is 'auto', 'cuda', 'cpu' or 'eager', not {backend!r}")
         self.module, self.plan, self.padding, self.cost = module, plan, padding, cost
         self.num_quantizers, self.codebook_size = code_space(module, num_quantizers=num_quantizers, codebook_size=codebook_size)
-        self.backend, self.enabled, self.check_module, self.latency = backend, enabled, check_module, latency
+        self.backend, self.enabled, self.check_stale, self.latency = backend, enabled, check_stale, latency
         self.check_codes = check_codes
         self.stats = ReplayStats()
         self._live: Live | None = None
@@ -148,20 +149,26 @@ class GraphedDecoder:
         return CaptureReport(tuple(rows), live.pool.backend, time.perf_counter() - start - probed, probed, live.pool.nbytes, note=note)
 
     def _capture(self, live: Live, buckets: tuple[Bucket, ...], progress: Progress | None) -> list[Any]:
-        if self._compiled is None:
+        if self._compiled is None and any(bucket.compiled for bucket in buckets):  # the import alone takes seconds
             self._compiled = compile_module(self.module)
         graphs, rows = capture_buckets(
-            self.module, buckets, codes=self._codes, facts=live.facts, pool=live.pool, compiled=self._compiled, progress=progress
+            self.module,
+            buckets,
+            codes=self._codes,
+            facts=live.facts,
+            pool=live.pool,
+            compiled=self._compiled or self.module,
+            progress=progress,
         )
         live.graphs = dict(sorted([*live.graphs.items(), *graphs.items()], key=lambda item: -item[0].shape.batch * item[0].shape.frames))
         return rows
 
     def _codes(self, shape: Shape) -> torch.Tensor:
         """Random codes for a warm-up; the caller's random state is left as it was."""
-        generator = torch.Generator().manual_seed(shape.batch * 1_000_003 + shape.frames)
+        generator = torch.Generator("cpu").manual_seed(shape.batch * 1_000_003 + shape.frames)
+        size = (shape.batch, self.num_quantizers, shape.frames)
         with torch.inference_mode(False):
-            codes = torch.randint(self.codebook_size, (shape.batch, self.num_quantizers, shape.frames), generator=generator)
-            return codes.to(self.device)
+            return torch.randint(self.codebook_size, size, generator=generator, device="cpu").to(self.device)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """What `module(codes)` returns, by replays where a captured bucket serves the call.
@@ -177,21 +184,7 @@ class GraphedDecoder:
         """
         shape = self._check(codes)
         start = time.perf_counter() if self.latency else 0.0
-        while True:
-            live = self._live
-            reason = self._reason(live, codes.device)
-            if reason is not None or live is None:
-                served = EAGER[reason or Fallback.NOT_WARMED_UP]
-                audio = self._eager(codes, shape, None if reason is Fallback.MODULE_CHANGED or live is None else live.facts)
-                break
-            served, pieces = self._way(live, shape)
-            if not pieces:
-                audio = self._eager(codes, shape, live.facts)
-                break
-            with live.pool:
-                if live is self._live:  # not replaced while this call waited for its turn
-                    audio = replay(pieces, codes)
-                    break
+        audio, served = self._serve(codes, shape)
         milliseconds = None
         if self.latency:
             if codes.device.type == "cuda":
@@ -200,25 +193,45 @@ class GraphedDecoder:
         self.stats.record(Shape(*shape), served, milliseconds)
         return audio
 
+    def _serve(self, codes: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.Tensor, Outcome]:
+        """The audio of a checked call, and how it was made; not counted."""
+        while True:
+            live = self._live
+            reason = self._reason(live, codes.device)
+            if reason is not None or live is None:
+                facts = None if reason is Fallback.MODULE_CHANGED or live is None else live.facts
+                return self._eager(codes, shape, facts), EAGER[reason or Fallback.NOT_WARMED_UP]
+            way = self._way(live, shape)
+            if way is None:
+                continue
+            served, pieces = way
+            if not pieces:
+                return self._eager(codes, shape, live.facts), served
+            with live.pool:
+                if not live.retired:  # not replaced while this call waited for its turn
+                    return replay(pieces, codes), served
+
     @torch.no_grad()
     def _eager(self, codes: torch.Tensor, shape: tuple[int, int], facts: DecoderFacts | None) -> torch.Tensor:
         return check_output(self.module(codes), Shape(*shape), facts)
 
     def served(self, shape: Shape) -> Outcome:
         """How a call of `shape` would be served now; nothing is decoded or counted."""
-        live = self._live
-        reason = self._reason(live, self.device)
-        if reason is not None or live is None:
-            return EAGER[reason or Fallback.NOT_WARMED_UP]
-        return self._way(live, shape)[0]
+        while True:
+            live = self._live
+            reason = self._reason(live, self.device)
+            if reason is not None or live is None:
+                return EAGER[reason or Fallback.NOT_WARMED_UP]
+            if (way := self._way(live, shape)) is not None:
+                return way[0]
 
     def _reason(self, live: Live | None, device: torch.device) -> Fallback | None:
         """Why no graph may serve a call on `device` now, whatever its shape."""
         if not self.enabled or self.backend == "eager":
             return Fallback.DISABLED
-        return Fallback.NOT_WARMED_UP if live is None else live.reason(device, self.check_module)
+        return Fallback.NOT_WARMED_UP if live is None else live.reason(device, self.check_stale)
 
-    def _way(self, live: Live, shape: tuple[int, int]) -> Way:
+    def _way(self, live: Live, shape: tuple[int, int]) -> Way | None:
         return live.ways.get(shape) or live.way(Shape(*shape), self.cost, self.padding != "exact")
 
     def _check(self, codes: torch.Tensor) -> tuple[int, int]:
@@ -232,7 +245,7 @@ class GraphedDecoder:
             raise self._refusal(codes)
         if (live is None or device != live.pool.device) and device != self.device:
             raise self._refusal(codes)
-        if self.check_codes or (self.check_codes is None and device.type == "cpu"):
+        if (self.check_codes or (self.check_codes is None and device.type == "cpu")) and not capturing(device):
             low, high = (int(value) for value in codes.aminmax())
             if low < 0 or high >= self.codebook_size:
                 raise ValueError(f"codes go from 0 to {self.codebook_size - 1}; got {low} to {high}")
@@ -269,7 +282,7 @@ class GraphedDecoder:
                 if (
                     live is None
                     or live.unsafe
-                    or self._reason(live, self.device) in (Fallback.MODULE_CHANGED, Fallback.ENVIRONMENT_CHANGED)
+                    or live.reason(self.device, check_stale=True) in (Fallback.MODULE_CHANGED, Fallback.ENVIRONMENT_CHANGED)
                 ):
                     return self._build(plan.buckets, progress)
                 held = live.pool.nbytes

@@ -107,10 +107,10 @@ def _lengths(call: Subject, codes: Tensor, audio: Tensor, thorough: bool) -> dic
         )
     call.upsample, call.trim = upsample, trim
     least = _least(call)
+    lengths = {least, least + 1, frames // 2, frames - 2} if thorough else {least}
+    outputs |= {n: call(codes[..., :n]) for n in sorted(lengths) if least <= n < frames - 1}
     if frames <= 2 * least:
         raise ValueError(f"a trim of {trim} samples at {upsample} a frame needs longer calls: give frames={4 * least}")
-    for n in {least, least + 1, frames // 2, frames - 2} if thorough else {least}:
-        outputs[n] = call(codes[..., :n])
     return outputs
 
 
@@ -132,8 +132,8 @@ def _lookahead(call: Subject, codes: Tensor, audio: Tensor, thorough: bool) -> t
     ahead, open_ended, heard = 0, False, False
     for k, zero in trials:
         changed = _changed(audio, call(call.change(codes, k, frames, zero)))
-        heard |= changed is not None
-        if changed is not None and changed[0] < k * call.upsample - call.trim:
+        if changed is not None:
+            heard = True
             ahead = max(ahead, k - (changed[0] + call.trim) // call.upsample)
             open_ended |= changed[0] == 0 and k == frames - 1
     if ahead and not thorough:
@@ -143,13 +143,14 @@ def _lookahead(call: Subject, codes: Tensor, audio: Tensor, thorough: bool) -> t
 
 def _receptive_field(call: Subject, reach: int, steady: bool) -> tuple[int | None, bool]:
     """How many frames back a sample can see, None: more than `reach`; and whether a chunk with that context comes out right."""
-    codes = call.draw(reach + 10)
+    least = _least(call)
+    codes = call.draw(least + reach + 10)
     audio = call(codes)
     back = 0
     for k, zero in ((0, False), (3, False), (4, False), (5, False), (6, True), (7, False), (7, True)):
-        changed = _changed(audio, call(call.change(codes, 0, k + 1, zero)))  # all frames up to k
+        changed = _changed(audio, call(call.change(codes, 0, least + k + 1, zero)))  # all frames up to least + k
         if changed is not None:
-            back = max(back, (changed[1] + call.trim) // call.upsample - k)
+            back = max(back, (changed[1] + call.trim) // call.upsample - least - k)
     if back > reach or not steady:
         return (None if back > reach else back), True
     skip = max(back * call.upsample - call.trim, 0)
@@ -157,8 +158,8 @@ def _receptive_field(call: Subject, reach: int, steady: bool) -> tuple[int | Non
     return back, _near(chunk, whole, call.upsample)
 
 
+@torch.inference_mode(False)  # which turns gradients on
 @torch.no_grad()
-@torch.inference_mode(False)
 def probe(
     module: nn.Module,
     *,

@@ -13,12 +13,21 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only
 
-from omnigraph._pool import Backend, Pool, quiet
-from omnigraph._record import Recording, tensors_of
+from omnigraph._pool import Backend, Pool, capturing, quiet
+from omnigraph._record import Recording, refuse_within_a_recording, tensors_of
 
 _ONE_AT_A_TIME = threading.RLock()  # captures in this process
+
+
+def flush(device: torch.device, collect: bool = False) -> None:
+    """Hand the device back what nobody uses, while nobody captures: torch allows it at no other time. Collects garbage first if told."""
+    with _ONE_AT_A_TIME:
+        if collect:
+            gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class CaptureError(RuntimeError):
@@ -56,7 +65,6 @@ class _CudaGraph:
     def __init__(self, fn: Callable[..., Any], inputs: Sequence[Any], pool: Pool) -> None:
         self.graph = torch.cuda.CUDAGraph()
         pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
-        torch.cuda.synchronize(pool.device)
         with torch.cuda.stream(pool.stream), _no_collection():
             self.graph.capture_begin(pool=pool.handles[-1], capture_error_mode="thread_local")
             try:
@@ -78,11 +86,13 @@ class _CompiledCall:
 
     def __init__(self, fn: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self.fn, self.inputs = fn, inputs
+        self.autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
         self.outputs = tree_map_only(torch.Tensor, torch.clone, fn(*inputs))
         self._static = tensors_of(self.outputs)
 
     def launch(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        refuse_within_a_recording()
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", *self.autocast):
             for there, now in zip(self._static, tensors_of(self.fn(*self.inputs)), strict=True):
                 there.copy_(now)
 
@@ -99,6 +109,7 @@ class CapturedGraph:
         self.nbytes, self.seconds, self.baked = nbytes, seconds, launcher.baked
         self._launcher: _Launcher | None = launcher
         self._leaves, self._spec = tree_flatten(inputs)
+        self._own = {t.untyped_storage().data_ptr() for t in tensors_of(inputs)}
         self.launch = launcher.launch
 
     @property
@@ -112,11 +123,25 @@ class CapturedGraph:
 
         Raises:
             ValueError: the inputs differ from the captured ones in structure, shape, dtype or device.
-            RuntimeError: the graph is closed.
+            RuntimeError: the graph is closed, or somebody is capturing what this thread does.
         """
-        if self._launcher is None:
-            raise RuntimeError("this graph is closed: capture again")
+        if capturing(self.pool.device):
+            raise RuntimeError("a replay cannot be captured: call the function that the graph was captured from")
         leaves, spec = tree_flatten(inputs)
+        with self.pool, torch.no_grad():
+            if self._launcher is None:
+                raise RuntimeError("this graph is closed: capture again")
+            self._check(leaves, spec)
+            new = [(there, now) for there, now in zip(self._leaves, leaves, strict=True) if there is not now]
+            # A static input given for another one: cloned before the first copy overwrites it.
+            new = [(there, now.clone() if self._is_own(now) else now) for there, now in new]
+            for there, now in new:
+                if isinstance(there, torch.Tensor):
+                    there.copy_(now)
+            self.launch()
+            return self.outputs
+
+    def _check(self, leaves: list[Any], spec: TreeSpec) -> None:
         if spec != self._spec:
             raise ValueError(f"captured with inputs of the structure {self._spec}, got {spec}")
         for i, (there, now) in enumerate(zip(self._leaves, leaves, strict=True)):
@@ -125,20 +150,18 @@ class CapturedGraph:
                     raise ValueError(f"input {i} was baked as {there!r}, got {now!r}: capture again for another value")
             elif not isinstance(now, torch.Tensor) or (now.shape, now.dtype, now.device) != (there.shape, there.dtype, there.device):
                 raise ValueError(f"input {i} was captured as {_describe(there)}, got {_describe(now)}")
-        with self.pool, torch.no_grad():
-            for there, now in zip(self._leaves, leaves, strict=True):
-                if there is not now and isinstance(there, torch.Tensor):
-                    there.copy_(now)
-            self.launch()
-        return self.outputs
+
+    def _is_own(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._own
 
     def close(self) -> None:
         """Let go of the recording and its static tensors, once the device is done with them."""
-        if self._launcher is not None:
-            self.pool.wait()
-            self._launcher = None
-            self.launch = _closed
-            self.inputs, self.outputs, self._leaves = (), None, []
+        with self.pool.lock:  # no replay is in the middle of them
+            if self._launcher is not None:
+                self.pool.wait()
+                self._launcher = None
+                self.launch = _closed
+                self.inputs, self.outputs, self._leaves = (), None, []
 
     def __repr__(self) -> str:
         return f"<CapturedGraph on {self.backend}: {self.nbytes:,} bytes, captured in {self.seconds:.3f} s>"
@@ -177,6 +200,7 @@ def capture(
 
     Raises:
         CaptureError: `fn` failed, alone or under capture. The process can go on, and so can the pool's other graphs.
+        ValueError: the inputs are not all on the pool's device, or the backend does not run there.
 
     >>> graph = capture(lambda x: x * 2 + 1, torch.zeros(3))
     >>> graph.replay(torch.tensor([1.0, 2.0, 3.0]))
@@ -185,11 +209,16 @@ def capture(
     tensors = tensors_of(inputs)
     if pool is None:
         pool = Pool(tensors[0].device if tensors else "cuda" if backend == "cuda" else "cpu", backend)
+    for tensor in tensors:
+        if tensor.device != pool.device:
+            raise ValueError(f"a graph on {pool.device} cannot read an input {_describe(tensor)}: move it with .to({str(pool.device)!r})")
+    if capturing(pool.device):
+        raise CaptureError("RuntimeError", "a capture within a capture: make the inner graph outside of the callable")
     with _ONE_AT_A_TIME, quiet(pool.device):
-        if copy_inputs:
-            inputs = tree_map(lambda leaf: _static(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
         failed: tuple[str, str] | None = None
         try:
+            if copy_inputs:
+                inputs = tree_map(lambda leaf: _static(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
             pool.warm(fn, *inputs, times=warmup)
             held, start = _held(pool), time.perf_counter()
             launcher: _Launcher

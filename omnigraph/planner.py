@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -65,27 +66,39 @@ def plan_buckets(
     began = time.perf_counter()
     calls = _checked(calls, max_graphs, max_bytes, max_seconds)
     considered, everything, notes = candidates(calls, profile, compiled)
-    inf, pad = float("inf"), {"pad_frames": pad_frames, "pad_batch": pad_batch, "split": split}
-    limits = {"max_graphs": max_graphs or inf, "max_bytes": max_bytes or inf, "max_seconds": max_seconds or inf}
-    problem = replace(problem_of(calls, profile, considered), **limits, **pad)
+    problem = replace(
+        problem_of(calls, profile, considered),
+        max_graphs=max_graphs or math.inf,
+        max_bytes=max_bytes or math.inf,
+        max_seconds=max_seconds or math.inf,
+        pad_frames=pad_frames,
+        pad_batch=pad_batch,
+        split=split,
+    )
     sets = best_of_each_number(problem, began + search_seconds / 4)
     chosen, bound, method = solve(problem, sets[int(min(problem.max_graphs, len(sets) - 1))], began + search_seconds)
     picked = problem.picked(chosen)
     if baseline is None:
         most = max(shape.batch for shape in calls)
         baseline = BucketPlan.from_chunking(25, 25, [2**n for n in range(most.bit_length())])
-    beyond = _outside(profile, [(s, "eager") for s in calls] + [(b.shape, "compiled" if b.compiled else "plain") for b in considered])
-    if beyond:
-        notes.append(f"{len(beyond)} times are extrapolated beyond what was measured: {', '.join(beyond[:4])}{' ...' * (len(beyond) > 4)}")
-    prices = {(b.shape, _how(b)): ms for b, ms in zip(everything, profile.each(everything).tolist(), strict=True)}
+    ways: list[tuple[Shape, How]] = [(s, "eager") for s in calls]
+    for what, more in (("times", considered), ("of the heuristic's times", baseline.buckets)):
+        ways += [(b.shape, _how(b)) for b in more]
+        beyond = _outside(profile, ways)
+        if beyond:
+            shown = f"{', '.join(beyond[:4])}{' ...' * (len(beyond) > 4)}"
+            notes.append(f"{len(beyond)} {what} are extrapolated beyond what was measured: {shown}")
+        ways = []
+    prices = {
+        (b.shape, _how(b)): ms for some in (everything, baseline.buckets) for b, ms in zip(some, profile.each(some).tolist(), strict=True)
+    }
     prices |= {(s, "eager"): ms for s, ms in zip(calls, problem.eager.tolist(), strict=True)}
 
     def cost(shape: Shape, how: How) -> float:
-        known = prices.get((shape, how))
-        return profile.cost(shape, how) if known is None else known
+        return prices[shape, how]
 
     def expected(name: str, buckets: Sequence[Bucket]) -> Expectation:
-        return expect(name, buckets, calls, profile, cost, **pad)
+        return expect(name, buckets, calls, profile, cost, pad_frames=pad_frames, pad_batch=pad_batch, split=split)
 
     return PlanReport(
         _plan(picked, profile.made_for),

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from omnigraph._fingerprint import Fingerprint
 from omnigraph._needs import need
-from omnigraph._prefix_entry import DecodeAdapter, DecodeBuffers, DecodeGraphKey, Entry, Prefix
 from omnigraph._pool import Pool, capturing, environment
-from omnigraph.graph import CapturedGraph, CaptureError, capture
+from omnigraph._prefix_entry import DecodeAdapter, DecodeBuffers, DecodeGraphKey, Entry, Prefix
+from omnigraph.graph import CapturedGraph, CaptureError, capture, flush
 from omnigraph.stats import Fallback, Outcome, ReplayStats
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ __all__ = ["DecodeAdapter", "DecodeBuffers", "DecodeGraphCache", "DecodeGraphKey
 logger = logging.getLogger("omnigraph")
 Contention = Literal["refresh", "eager"]
 MAX_FAILED = 64  # keys remembered because their allocation or capture failed
-_REPLAYED = Outcome("exact")
 _EAGER = {reason: Outcome("fallback", reason=reason) for reason in Fallback}
 
 
@@ -115,7 +114,6 @@ class DecodeGraphCache:
                 self.stats.record(key, _EAGER[latents])
                 self._tell(latents, f"a step of {key} goes eager")
                 return None
-            self.stats.record(key, _REPLAYED)
             return latents
 
     def clear(self) -> None:
@@ -124,8 +122,8 @@ class DecodeGraphCache:
             for key in self.keys:
                 self._drop(key)
             self._failed.clear()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._fingerprint = None  # it holds the model's tensors
+            flush(self._device)
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each key: its fields, then state, mib, graph_mib, owners, copies, replays, seconds.
@@ -220,7 +218,7 @@ class DecodeGraphCache:
             self._make_room(prefix.nbytes)
             try:
                 with self._pool:  # so that whoever decodes first, on whatever stream, waits for the zeros
-                    entry = Entry(self.adapter.buffers(key, prefix))
+                    entry = Entry(self.adapter.buffers(key, prefix), self.adapter.compiled)
             except (RuntimeError, MemoryError) as error:
                 failed = f"{type(error).__name__}: {error}"
             if entry is None:  # out here the caught error and the tensors of its frames are gone
@@ -259,6 +257,7 @@ class DecodeGraphCache:
             self._drop(key)
             return self._mark(key, Fallback.CAPTURE_FAILED, graph)
         entry.replays += 1
+        self.stats.record(key, entry.served)
         if not captured:
             self._make_room(keep=key)
         return latents
@@ -304,8 +303,7 @@ class DecodeGraphCache:
         self._failed[key] = reason
         while len(self._failed) > MAX_FAILED:
             self._failed.popitem(last=False)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        flush(self._device)
         logger.warning("no decode graph for %s: %s: %s", key, reason, text)
         return reason
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from omnigraph._files import FileError, read_json, write_json
+from omnigraph._measure import measure_points
 from omnigraph._needs import need
 from omnigraph._points import Point, Surface
 from omnigraph._provenance import differences, identity, provenance
@@ -88,8 +89,6 @@ class Profile:
             FileError: the file to resume is another model's, dtype's or device's.
             ValueError: a shape or limit is out of range, or nobody says how many quantizers or codes there are.
         """
-        from omnigraph._measure import measure_points
-
         made_for = identity(module)
         known: tuple[Point, ...] = ()
         failed: dict[str, str] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -78,9 +79,13 @@ def _shape(value: Sequence[int]) -> Shape:
     >>> _shape([4, 25])
     Shape(batch=4, frames=25)
     """
-    if len(value) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in value):
+    try:
+        batch, frames = map(index, value)  # numpy's integers too
+    except (TypeError, ValueError):
+        batch = frames = 0
+    if batch < 1 or frames < 1 or any(isinstance(n, bool) for n in value):
         raise ValueError(f"a shape is (batch, frames), both positive integers; got {value!r}")
-    return Shape(*value)
+    return Shape(batch, frames)
 
 
 def _once(what: str, values: Iterable[Shape]) -> tuple[Shape, ...]:

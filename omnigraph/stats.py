@@ -75,6 +75,9 @@ class Outcome:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[type[Outcome], tuple[object, ...]]:
+        return Outcome, (self.kind, self.buckets, self.reason, self.padding)  # another process hashes strings differently
+
     @property
     def compiled(self) -> bool:
         return any(bucket.compiled for bucket in self.buckets)

@@ -108,13 +108,21 @@ def test_a_hook_on_all_modules_of_the_process(module: nn.Module) -> None:
     assert fingerprint.changed() is None
 
 
-def test_replaced_tensors_are_not_kept_alive(module: nn.Module) -> None:
+def test_replaced_tensors_are_not_kept_alive_once_seen(module: nn.Module) -> None:
     fingerprint = Fingerprint(module)
     old = ref(module[0].linear.weight)
     assign(module)
+    assert fingerprint.changed() is not None
     gc.collect()
     assert old() is None
     assert fingerprint.changed() is not None
+
+
+def test_an_equal_scalar_is_another_tensor(module: nn.Module) -> None:
+    module[0].register_buffer("gain", torch.ones(()))
+    fingerprint = Fingerprint(module)
+    module[0].gain = torch.ones(())
+    assert "0.gain is another tensor" in (fingerprint.changed() or "")
 
 
 def test_wrapper_subclasses_are_known_by_identity() -> None:

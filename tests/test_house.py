@@ -17,8 +17,9 @@ PACKAGE = ROOT / "omnigraph"
 # that is not listed has no floor of its own: what it imports counts as imported by those that import it.
 # fmt: off
 FLOORS = [
-    "_files", "_needs", "_provenance", "shapes", "trace", "stats", "chunks", "_record", "graph", "facts",
-    "decoder", "streaming", "prefix", "compare", "profile", "serving", "planner", "sweeping", "models", "figures", "widgets", "__main__",
+    "_files", "_needs", "_provenance", "shapes", "trace", "stats", "chunks", "packing", "_record", "graph", "facts",
+    "decoder", "streaming", "prefix", "compare", "driving", "profile", "recorded", "serving", "planner", "sweeping",
+    "models", "figures", "widgets", "__main__",
 ]
 # fmt: on
 HEAVY = {"dask", "diffusers", "distributed", "IPython", "ipywidgets", "pandas", "peft", "plotly", "scipy", "tqdm", "transformers"}

@@ -248,6 +248,19 @@ def test_saturation_is_where_more_comes_than_can_be_served():
     assert saturates_at(load_curve(steady(1.0), Linear(100, 0), plans, [1, 2], max_batch=1)) == {"eager": None}
 
 
+def test_a_queue_that_has_gone_is_not_saturation_and_one_that_stays_is():
+    # 50 requests at once, 100 ms each, then one a second for 100 s: gone after 5.5 s; one each 100 ms: never
+    burst = [(0.0, 25)] * 50
+    assert not simulate(trace_of(*burst, *((k + 1.0, 25) for k in range(100))), Linear(100, 0), None, max_batch=1).saturated
+    assert simulate(trace_of(*burst, *((k / 10, 25) for k in range(1000))), Linear(100, 0), None, max_batch=1).saturated
+
+
+@pytest.mark.parametrize(("apart", "at_once", "times"), [(0.25, 2, 5), (2.0, 10, 100)])
+def test_bursts_that_are_served_in_time_are_not_saturation(apart, at_once, times):
+    trace = trace_of(*((k * apart, 25) for k in range(times) for _ in range(at_once)))
+    assert not simulate(trace, Linear(100, 0), None, max_batch=1, frames_per_second=math.inf).saturated
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_chance_is_not_taken_for_saturation(seed):
     rng = np.random.default_rng(seed)
