@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -23,6 +24,10 @@ def candidates(
     A length that is not called holds the same calls as the longest called one below it, so it is worth it only where it was
     measured to be faster than that.
     """
+    if not profile.plain:
+        raise ValueError("the profile has no replay times to plan with: measure it with graphs")
+    if compiled is not None and not profile.compiled:
+        raise ValueError("compiled buckets need a profile with compiled times: measure it with compiled=[...]")
     np, notes = need("numpy"), list[str]()
     work: dict[int, float] = {}
     for (shape, n), ms in zip(calls.items(), profile.costs(list(calls), "eager").tolist(), strict=True):
@@ -35,10 +40,6 @@ def candidates(
         if s.batch in batches and s.frames >= lengths[0]
         if point.ms < profile.cost(Shape(s.batch, lengths[bisect_right(lengths, s.frames) - 1]), "plain")
     ]
-    if not profile.plain:
-        raise ValueError("the profile has no replay times to plan with: measure it with graphs")
-    if compiled is not None and not profile.compiled:
-        raise ValueError("compiled buckets need a profile with compiled times: measure it with compiled=[...]")
     allowed = [] if compiled in (None, "all") else [Shape(*s) for s in compiled or ()]
 
     def grid(lengths: Sequence[int]) -> list[Bucket]:
@@ -53,7 +54,8 @@ def candidates(
     most = MOST_ON_A_LINE if len(batches) == 1 else max(MOST // len(batches), 1)
     if len(lengths) <= most:
         return everything, everything, notes
-    some = np.array(lengths[:: -(-(-len(lengths) // MOST_ON_A_LINE))][::-1], dtype=float)
+    step = math.ceil(len(lengths) / MOST_ON_A_LINE)
+    some = np.array(lengths[::-step][::-1], dtype=float)
     # of these, the ones that waste least, were there one batch size: again a line
     weight = np.array([work[f] for f in lengths])
     none = np.zeros(len(some))

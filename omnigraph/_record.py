@@ -252,7 +252,7 @@ class Recording:
                 moved[id(tensor)] = torch._neg_view(there) if tensor.is_neg() else there
             return moved[id(tensor)]
 
-        self.baked = recorder.baked
+        self.baked, self.retained = recorder.baked, 0
         self.steps = [Step(s.run, *tree_map_only(torch.Tensor, move, (s.args, s.kwargs, s.made))) for s in recorder.steps]
         self.outputs = tree_map_only(torch.Tensor, move, outputs)
 

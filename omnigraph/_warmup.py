@@ -1,4 +1,4 @@
-"""Capturing the buckets of a plan: all warm-up calls, then all captures, the largest first, into one pool; one collection, one flush."""
+"""Capturing the buckets of a plan, the largest first, into one pool, with one garbage collection and one flush for all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from omnigraph._needs import need
 from omnigraph._pool import Pool
 from omnigraph.facts import DecoderFacts
-from omnigraph.graph import CapturedGraph, capture, flush
+from omnigraph.graph import CapturedGraph, CaptureError, capture, flush
 from omnigraph.shapes import Bucket, Shape
 
 if TYPE_CHECKING:
@@ -123,83 +123,78 @@ def capture_buckets(
     progress: Progress | None = None,
 ) -> tuple[dict[Bucket, CapturedGraph], list[BucketReport]]:
     """Capture `buckets` of `module` into `pool`; a compiled one that fails becomes its plain form, a plain one that fails is left out."""
-    steps, done = 2 * len(buckets), 0
-
-    def tell(what: str) -> None:
-        nonlocal done
-        if progress is not None:
-            progress(what, done, steps)
-        done += 1
-
-    # The device is not waited for between here and the flush, so that it runs the warm-up calls while the host captures.
-    examples = {bucket.shape: codes(bucket.shape) for bucket in buckets}
-    rows = []
-    for bucket in buckets:
-        tell(f"{'compile' if bucket.compiled else 'warm up'} {bucket.shape}")
-        rows.append(_warm(module, bucket, examples[bucket.shape], facts, pool, compiled, taken=buckets))
-    gc.collect()
-    if pool.backend == "cuda" and _tight(pool.device):
-        flush(pool.device)
+    capturing = _Capturing(module, compiled, facts, pool)
     graphs: dict[Bucket, CapturedGraph] = {}
-    finished = []
-    for row in rows:
-        tell(f"capture {row.bucket}")
-        for bucket in _attempts(row.captured, buckets):
+    rows = []
+    examples = {bucket.shape: codes(bucket.shape) for bucket in buckets}  # first: a copy to the device waits for what runs there
+    for done, bucket in enumerate(buckets):
+        if progress is not None:
+            progress(f"{'compile' if bucket.compiled else 'capture'} {bucket.shape}", done, len(buckets))
+        row, plain = BucketReport(bucket), Bucket(bucket.shape)
+        for attempt in (bucket, plain) if bucket.compiled and plain not in buckets else (bucket,):
+            start = time.perf_counter()
             try:
-                fn, warm = (compiled, 0) if bucket.compiled else (module, int(bucket != row.captured))
-                graph = capture(fn, examples[bucket.shape], pool=pool, warmup=warm, compiled=bucket.compiled)
-                check_output(graph.outputs, bucket.shape, facts)
-                graphs[bucket] = graph
-                row = replace(row, captured=bucket, seconds=row.seconds + graph.seconds, nbytes=graph.nbytes)
-                break
-            except (RuntimeError, ValueError) as error:
-                row = replace(row, captured=None, error=f"{row.error}{'; ' if row.error else ''}{error}")
-        finished.append(row)
+                graphs[attempt] = capturing.capture(attempt, examples[bucket.shape])
+            except Exception as failure:
+                text = str(failure) if isinstance(failure, CaptureError) else f"{type(failure).__name__}: {failure}"
+                row = replace(row, error=f"{row.error}; plain: {text}" if row.error else text)
+                continue
+            took, nbytes = time.perf_counter() - start, graphs[attempt].nbytes
+            times = (0.0, took) if attempt.compiled else (took, 0.0)
+            row = replace(row, captured=attempt, nbytes=nbytes, seconds=times[0], compile_seconds=times[1])
+            break
+        rows.append(row)
     flush(pool.device)
-    tell("done")
-    return graphs, finished
+    if progress is not None:
+        progress("done", len(buckets), len(buckets))
+    return graphs, rows
 
 
-def _tight(device: torch.device) -> bool:
-    """Is there less memory free than the warm-up calls left cached? A capture may need as much, and cannot take it from the cache."""
-    return torch.cuda.mem_get_info(device)[0] < torch.cuda.memory_reserved(device)
+class _Capturing:
+    """Captures buckets, warming up as few as is safe.
 
+    The first plain bucket, the largest, is called once before its capture. The others are captured at once, which halves the start-up
+    of a large model. That is right for a module whose calls leave nothing behind. Where a capture fails, or keeps memory beyond its
+    output (a cache by shape that it filled, in memory that the pool's graphs will overwrite), it is thrown away, the shape is called and
+    captured again, and every later one is called first.
+    """
 
-def _attempts(bucket: Bucket | None, taken: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """What to capture for a bucket, in order: itself, and its plain form where it is compiled and that is not in the plan anyway."""
-    if bucket is None:
-        return ()
-    plain = Bucket(bucket.shape)
-    return (bucket, plain) if bucket.compiled and plain not in taken else (bucket,)
+    def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any], facts: DecoderFacts, pool: Pool) -> None:
+        self.module, self.compiled, self.facts, self.pool = module, compiled, facts, pool
+        self.call_first = True
 
+    def capture(self, bucket: Bucket, codes: torch.Tensor) -> CapturedGraph:
+        if bucket.compiled:
+            self._compile(codes)
+        elif self.call_first:
+            self._call(bucket, codes)
+        else:
+            try:
+                graph = self._capture(bucket, codes)
+                if not graph.retained:
+                    return graph
+                graph.close()
+            except (CaptureError, ValueError):
+                pass  # shown by the second try, if it was not for want of a call
+            self.call_first = True
+            self._call(bucket, codes)
+            return self._capture(bucket, codes)
+        graph = self._capture(bucket, codes)
+        self.call_first = self.call_first and bucket.compiled
+        return graph
 
-def _warm(
-    module: torch.nn.Module,
-    wanted: Bucket,
-    codes: torch.Tensor,
-    facts: DecoderFacts,
-    pool: Pool,
-    compiled: Callable[..., Any],
-    taken: Sequence[Bucket],
-) -> BucketReport:
-    """Run one bucket's call, compiling it where asked. Most of what would break a capture breaks here, harmlessly."""
-    shape, start, error = wanted.shape, time.perf_counter(), ""
-    for bucket in _attempts(wanted, taken):
-        try:
-            if bucket.compiled:
-                with torch._dynamo.config.patch(
-                    recompile_limit=RECOMPILE_LIMIT,
-                    accumulated_recompile_limit=RECOMPILE_LIMIT,
-                    fail_on_recompile_limit_hit=True,
-                    suppress_errors=False,
-                ):
-                    pool.warm(compiled, codes, times=3)
-            else:
-                pool.warm(lambda c: check_output(module(c), shape, facts), codes)
-        except Exception as failure:
-            error += f"{'; plain: ' if error else ''}{type(failure).__name__}: {failure}"
-            continue
-        took = time.perf_counter() - start
-        compiling = wanted.compiled
-        return BucketReport(wanted, bucket, error, seconds=0.0 if compiling else took, compile_seconds=took if compiling else 0.0)
-    return BucketReport(wanted, None, error, seconds=time.perf_counter() - start)
+    def _capture(self, bucket: Bucket, codes: torch.Tensor) -> CapturedGraph:
+        fn = self.compiled if bucket.compiled else self.module
+        graph = capture(fn, codes, pool=self.pool, warmup=0, compiled=bucket.compiled)
+        check_output(graph.outputs, bucket.shape, self.facts)
+        return graph
+
+    def _call(self, bucket: Bucket, codes: torch.Tensor) -> None:
+        """Most of what would break a capture breaks here, harmlessly."""
+        self.pool.warm(lambda codes: check_output(self.module(codes), bucket.shape, self.facts), codes)
+        gc.collect()  # while the device is busy; nothing is collected during a capture
+
+    def _compile(self, codes: torch.Tensor) -> None:
+        limits: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": RECOMPILE_LIMIT}
+        with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True, "suppress_errors": False}):
+            self.pool.warm(self.compiled, codes, times=3)

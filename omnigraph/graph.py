@@ -53,6 +53,7 @@ def _no_collection() -> Iterator[None]:
 class _Launcher(Protocol):
     outputs: Any
     baked: int
+    retained: int
 
     def launch(self) -> None: ...
 
@@ -67,8 +68,10 @@ class _CudaGraph:
         pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
         with torch.cuda.stream(pool.stream), _no_collection():
             self.graph.capture_begin(pool=pool.handles[-1], capture_error_mode="thread_local")
+            before = torch.cuda.memory_allocated(pool.device)
             try:
                 self.outputs = fn(*inputs)
+                self.retained = torch.cuda.memory_allocated(pool.device) - before - _allocated(self.outputs, inputs)
             except BaseException:
                 try:
                     self.graph.capture_end()
@@ -79,10 +82,17 @@ class _CudaGraph:
         self.launch = self.graph.replay
 
 
+def _allocated(outputs: Any, inputs: Any) -> int:
+    """Bytes that the allocator counts for the storages of `outputs` that are not those of `inputs`: it rounds to 512."""
+    given = {t.untyped_storage().data_ptr() for t in tensors_of(inputs)}
+    new = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(outputs)}
+    return sum(-(-nbytes // 512) * 512 for address, nbytes in new.items() if address not in given)
+
+
 class _CompiledCall:
     """Compiled code on a CPU dispatches no operations to record: call it, into the same static output."""
 
-    baked = 0
+    baked = retained = 0
 
     def __init__(self, fn: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self.fn, self.inputs = fn, inputs
@@ -101,12 +111,13 @@ class CapturedGraph:
     """A callable recorded at fixed addresses.
 
     `inputs` and `outputs` are its static tensors, `nbytes` what its capture added to the pool and its own static inputs hold,
-    `seconds` what the capture took, `baked` the host reads of constants that were recorded as their values (CPU).
+    `seconds` what the capture took, `baked` the host reads of constants that were recorded as their values (CPU), `retained` the bytes
+    that the callable kept beyond its outputs (CUDA): something remembers a tensor whose memory the pool's graphs will overwrite.
     """
 
     def __init__(self, launcher: _Launcher, inputs: tuple[Any, ...], pool: Pool, nbytes: int, seconds: float) -> None:
         self.inputs, self.outputs, self.pool = inputs, launcher.outputs, pool
-        self.nbytes, self.seconds, self.baked = nbytes, seconds, launcher.baked
+        self.nbytes, self.seconds, self.baked, self.retained = nbytes, seconds, launcher.baked, max(launcher.retained, 0)
         self._launcher: _Launcher | None = launcher
         self._leaves, self._spec = tree_flatten(inputs)
         self._own = {t.untyped_storage().data_ptr() for t in tensors_of(inputs)}

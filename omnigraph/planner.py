@@ -89,10 +89,9 @@ def plan_buckets(
             shown = f"{', '.join(beyond[:4])}{' ...' * (len(beyond) > 4)}"
             notes.append(f"{len(beyond)} {what} are extrapolated beyond what was measured: {shown}")
         ways = []
-    prices = {
-        (b.shape, _how(b)): ms for some in (everything, baseline.buckets) for b, ms in zip(some, profile.each(some).tolist(), strict=True)
-    }
-    prices |= {(s, "eager"): ms for s, ms in zip(calls, problem.eager.tolist(), strict=True)}
+    prices: dict[tuple[Shape, How], float] = {(s, "eager"): ms for s, ms in zip(calls, problem.eager.tolist(), strict=True)}
+    for some in (everything, baseline.buckets):
+        prices |= {(b.shape, _how(b)): ms for b, ms in zip(some, profile.each(some).tolist(), strict=True)}
 
     def cost(shape: Shape, how: How) -> float:
         return prices[shape, how]

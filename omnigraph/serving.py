@@ -156,7 +156,7 @@ class Settled:
 def settle(
     trace: Trace,
     profile: Profile,
-    choose: Callable[[Calls], BucketPlan],
+    choose: Callable[[Calls], BucketPlan | None],
     max_batch: int,
     rounds: int = 5,
     *,
@@ -165,8 +165,8 @@ def settle(
 ) -> Settled:
     """Plan for the batches that the plan itself brings about: simulate, `choose` a plan for the calls seen, simulate it, ...
 
-    Starts with `start` (None: eager). Settled when the chosen plan, or the time that all calls take (to 0.1 %), stays as it was;
-    after `rounds` choices it gives up and returns the round of least time. `how` goes to `simulate`.
+    Starts with `start` (None: eager); `choose` may choose None too. Settled when the chosen plan, or the time that all calls take
+    (to 0.1 %), stays as it was; after `rounds` choices it gives up and returns the round of least time. `how` goes to `simulate`.
     """
     if rounds < 1:
         raise ValueError(f"expected at least one round, got {rounds=}")
@@ -174,9 +174,9 @@ def settle(
     for _ in range(rounds):
         last = tried[-1]
         plan = choose(last.calls)
-        if last.plan is not None and set(plan.buckets) == set(last.plan.buckets):
+        if (plan and plan.buckets) == (last.plan and last.plan.buckets):
             return Settled(last, True, tuple(tried))
         tried.append(simulate(trace, profile, plan, max_batch=max_batch, **how))
-        if last.plan is not None and abs(tried[-1].busy - last.busy) <= STEADY * last.busy:
+        if last is not tried[0] and abs(tried[-1].busy - last.busy) <= STEADY * last.busy:
             return Settled(tried[-1], True, tuple(tried))
     return Settled(min(tried[1:], key=lambda served: served.busy), False, tuple(tried))

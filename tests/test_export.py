@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import accumulate
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnigraph._export import VllmOmni, from_vllm, from_vllm_omni, from_wrapper, to_vllm, to_vllm_omni, to_wrapper
+from omnigraph._export import from_vllm, from_wrapper, to_vllm, to_wrapper
+from omnigraph._vllm_omni import VllmOmni, from_vllm_omni, to_vllm_omni
 from omnigraph.shapes import BucketPlan, Shape
 from omnigraph.trace import Trace
 
@@ -68,9 +70,7 @@ def test_what_is_written_reads_back(plan: BucketPlan, chunk: int, context: int, 
 @given(chunk=st.integers(1, 40), context=st.integers(0, 80), ramp=st.lists(st.integers(1, 30), max_size=5))
 def test_streaming_sizes_are_the_lengths_of_full_chunks(chunk: int, context: int, ramp: list[int]) -> None:
     """Requests that end with a full chunk make calls of these lengths and no other."""
-    ends, end = [], 0
-    for size in [*ramp, *[chunk] * (context // chunk + 3)]:
-        ends.append(end := end + size)
+    ends = list(accumulate([*ramp, *[chunk] * (context // chunk + 3)]))
     calls = Trace([0.0] * len(ends), ends).calls(chunk, context, ramp)  # type: ignore[arg-type]
     assert VllmOmni(chunk, context, tuple(ramp)).streaming_sizes == tuple(s.frames for s in calls)
 

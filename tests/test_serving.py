@@ -322,6 +322,13 @@ def test_settle_stops_at_a_plan_chosen_again():
     assert [served.plan for served in found.tried] == [None, plan]
 
 
+def test_settle_accepts_that_no_plan_pays():
+    found = settle(steady(1.0, n=20), Linear(), lambda calls: None, 4)
+    assert found.settled
+    assert found.plan is None
+    assert len(found.tried) == 1
+
+
 def test_settle_stops_where_the_time_stays():
     turn = iter(range(9))  # the same bucket, and another one each time that nobody needs
     found = settle(steady(1.0, n=20), Linear(), lambda calls: BucketPlan(plain=(Shape(1, 25), Shape(1, 500 + next(turn)))), 4)

@@ -107,8 +107,8 @@ class QwenImageAdapter:
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         """Each key compiles anew, however many there are; the rotary product is complex, which Inductor leaves to torch's kernel."""
-        limit = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": RECOMPILE_LIMIT}
-        with warnings.catch_warnings(), torch._dynamo.config.patch(**limit):
+        limits = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT)
+        with warnings.catch_warnings(), limits:
             warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex operators")
             yield
 
