@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from omnigraph._warmup import check_output
 from omnigraph.chunks import Chunk, Chunking
@@ -38,9 +39,9 @@ class ChunkDecoder(Protocol):
 
 
 class Window(NamedTuple):
-    """A chunk of row `row` of some codes; what is kept goes to output `to`."""
+    """A chunk of `codes` `[Q, F]`; what is kept of it goes to output `to`."""
 
-    row: int
+    codes: Tensor
     chunk: Chunk
     to: int
 
@@ -59,35 +60,27 @@ def chunking(facts: DecoderFacts, chunk_size: int, left_context_size: int, ramp:
 
 @torch.no_grad()
 def decode_windows(
-    decoder: ChunkDecoder, codes: Tensor, windows: Sequence[Window], sizes: Sequence[int], max_batch_size: int | None = None
+    decoder: ChunkDecoder, windows: Sequence[Window], sizes: Sequence[int], max_batch_size: int | None = None
 ) -> list[Tensor]:
-    """Decode all windows of `codes` `[B, Q, F]`, packed; returns an output `[C, samples]` for each of `sizes`, which the windows fill.
-
-    Rows shorter than their call repeat their last code.
+    """Decode windows in packed calls; returns an output `[C, samples]` for each of `sizes`, which what the windows keep must fill.
 
     Raises:
         ValueError: the decoder returned another batch size or other lengths than its facts say.
     """
-    facts, device = decoder.facts, codes.device
-    if not windows:
-        return [torch.empty(facts.channels, size, dtype=facts.dtype, device=device) for size in sizes]
-    calls = decoder.pack([w.chunk.last - w.chunk.first for w in windows], max_batch_size)
-    packed = [windows[i] for call in calls for i in call.windows]
-    places = torch.tensor([(w.row, w.chunk.first, w.chunk.last - 1) for w in packed], dtype=torch.int64).view(-1, 3, 1)
-    rows, first, last = places.to(device, non_blocking=True).unbind(1)  # [windows, 1] each
-    quantizers = torch.arange(codes.shape[1], device=device)[:, None]
-    steps = torch.arange(max(call.shape.frames for call in calls), device=device)
+    facts = decoder.facts
     audios: list[Tensor] = []
-    done = 0
-    for call in calls:
-        part = slice(done, done + call.shape.batch)
-        frames = torch.minimum(first[part] + steps[: call.shape.frames], last[part])
-        audio = check_output(decoder.decode(codes[rows[part, None], quantizers, frames[:, None]]), call.shape, facts)
+    for call in decoder.pack([chunk.last - chunk.first for _, chunk, _ in windows], max_batch_size):
+        rows = [windows[i] for i in call.windows]
+        codes = torch.stack([_padded(codes[:, chunk.first : chunk.last], call.shape.frames) for codes, chunk, _ in rows])
+        audio = check_output(decoder.decode(codes), call.shape, facts)
         audios = audios or [audio.new_empty(audio.shape[1], size) for size in sizes]
-        for row, (_, chunk, to) in zip(audio.unbind(), packed[part], strict=True):
-            audios[to].narrow(1, chunk.at, chunk.keep).copy_(row.narrow(1, chunk.skip, chunk.keep))
-        done += call.shape.batch
-    return audios
+        for (_, chunk, to), samples in zip(rows, audio.unbind(), strict=True):
+            audios[to].narrow(1, chunk.at, chunk.keep).copy_(samples.narrow(1, chunk.skip, chunk.keep))
+    return audios or [torch.empty(facts.channels, size, dtype=facts.dtype, device=decoder.device) for size in sizes]
+
+
+def _padded(codes: Tensor, frames: int) -> Tensor:
+    return codes if codes.shape[-1] == frames else pad(codes, (0, frames - codes.shape[-1]))
 
 
 def check_lengths(lengths: Sequence[int] | Tensor, codes: Tensor) -> list[int]:
@@ -134,8 +127,8 @@ def batched_chunked(
     decoder.check(codes, empty=True, values=False)  # what lies beyond the lengths may be anything
     counts = check_lengths(lengths, codes)
     cut = chunking(decoder.facts, chunk_size, left_context_size, ramp)
-    windows = [Window(row, chunk, row) for row, frames in enumerate(counts) for chunk in cut.schedule(frames)]
-    return decode_windows(decoder, codes, windows, [cut.samples(frames) for frames in counts], max_batch_size)
+    windows = [Window(codes[row], chunk, row) for row, frames in enumerate(counts) for chunk in cut.schedule(frames)]
+    return decode_windows(decoder, windows, [cut.samples(frames) for frames in counts], max_batch_size)
 
 
 def chunked(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -11,10 +11,24 @@ from omnigraph._fingerprint import Fingerprint
 from omnigraph._pool import Pool, capturing, environment
 from omnigraph.facts import DecoderFacts
 from omnigraph.graph import CapturedGraph, flush
+from omnigraph.packing import Packer
 from omnigraph.shapes import Bucket, Cost, Shape, route
 from omnigraph.stats import Fallback, Outcome, outcome
 
 EAGER = {reason: Outcome("fallback", reason=reason) for reason in Fallback}
+
+
+class Allowed(TypedDict):
+    """What may be done to a call; the keywords of `route` and `packer`."""
+
+    pad_frames: bool
+    pad_batch: bool
+    split: bool
+
+
+def allowed(facts: DecoderFacts, pads: bool) -> Allowed:
+    """A decoder that looks ahead cannot be padded, one that mixes rows neither padded nor split."""
+    return {"pad_frames": pads and facts.causal, "pad_batch": pads and facts.rows_independent, "split": facts.rows_independent}
 
 
 class Piece(NamedTuple):
@@ -42,6 +56,7 @@ class Live:
     fingerprint: Fingerprint
     environment: tuple[object, ...]
     ways: dict[tuple[int, int], Way] = field(default_factory=dict)
+    packer: Packer | None = None
     retired: bool = False
 
     def reason(self, device: torch.device, check_stale: bool) -> Fallback | None:
@@ -64,8 +79,7 @@ class Live:
     def way(self, shape: Shape, cost: Cost | None, pads: bool) -> Way | None:
         """Route a shape that is seen for the first time, and remember the views that its replays need. None: other graphs are live."""
         facts, pieces, first = self.facts, list[Piece](), 0
-        can_pad, can_split = pads and facts.causal, facts.rows_independent
-        found = route(shape, self.graphs, cost, pad_frames=can_pad, pad_batch=pads and can_split, split=can_split)
+        found = route(shape, self.graphs, cost, **allowed(facts, pads))
         served = outcome(found)
         if found.miss == "no_bucket" and pads and route(shape, self.graphs, cost).parts:
             served = EAGER[Fallback.PADDING_UNSAFE]

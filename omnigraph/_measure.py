@@ -15,12 +15,29 @@ from omnigraph._points import Point
 from omnigraph._pool import Pool
 from omnigraph._warmup import RECOMPILE_LIMIT, compile_module
 from omnigraph.facts import code_space
-from omnigraph.graph import capture
+from omnigraph.graph import CapturedGraph, capture
 from omnigraph.shapes import Bucket, How, Shape
 
 LEAST = 5  # runs of each, however long they take
 
 Failed = tuple[Bucket, str]
+
+
+def time_once(call: Callable[[torch.Tensor], Any], codes: torch.Tensor) -> float:
+    """Milliseconds of one call on an idle device: between CUDA events on a GPU, by the clock on a CPU."""
+    if codes.device.type != "cuda":
+        began = time.perf_counter()
+        call(codes)
+        return (time.perf_counter() - began) * 1e3
+    event: Any = torch.cuda.Event
+    start, end, stream = event(enable_timing=True), event(enable_timing=True), torch.cuda.current_stream(codes.device)
+    torch.cuda.synchronize(codes.device)
+    start.record(stream)
+    call(codes)
+    end.record(stream)
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds
 
 
 def time_calls(
@@ -30,24 +47,10 @@ def time_calls(
 
     `call` is run on `inputs` in turn; the first two runs are not counted.
     """
-    cuda = inputs[0].device.type == "cuda"
-    event: Any = torch.cuda.Event
     times: list[float] = []
     wanted = repeats + 2
     while len(times) < wanted:
-        codes = inputs[len(times) % len(inputs)]
-        if cuda:
-            start, end = event(enable_timing=True), event(enable_timing=True)
-            torch.cuda.synchronize(codes.device)
-            start.record(torch.cuda.current_stream(codes.device))
-            call(codes)
-            end.record(torch.cuda.current_stream(codes.device))
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            call(codes)
-            times.append((time.perf_counter() - began) * 1e3)
+        times.append(time_once(call, inputs[len(times) % len(inputs)]))
         if len(times) == 2:
             wanted = 2 + max(LEAST, min(repeats, int(seconds_each * 1e3 / times[-1])))
     low, middle, high = quantiles(times[2:], method="inclusive")
@@ -83,24 +86,24 @@ def measure_points(
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     pool = Pool(device, backend)
-    kept: list[Any] = []  # the shared pool's graphs: they live until the end, as in a decoder
+    kept: list[CapturedGraph] = []  # the shared pool's graphs: they live until the end, as in a decoder
     compiled_module = compile_module(module) if compiled else None
 
     def codes(shape: Shape) -> torch.Tensor:
         return torch.randint(codebook_size, (shape.batch, num_quantizers, shape.frames), device=device)
 
-    def make(shape: Shape, how: How, into: Pool) -> tuple[Any, float]:
+    def make(shape: Shape, how: How, into: Pool) -> tuple[CapturedGraph, float]:
         """A graph and the seconds that its first run, compilation and capture take."""
-        began = time.perf_counter()
-        fn = module if how == "plain" or compiled_module is None else compiled_module
-        with torch._dynamo.config.patch(
-            recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True
-        ):
-            into.warm(fn, codes(shape), times=1 if how == "plain" else 3)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            graph = capture(fn, codes(shape), pool=into, warmup=0, compiled=how == "compiled")
-        return graph, time.perf_counter() - began
+        began, call = time.perf_counter(), module if how == "plain" or compiled_module is None else compiled_module
+        if how == "compiled":
+            limits: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": RECOMPILE_LIMIT}
+            with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True, "suppress_errors": False}):
+                into.warm(call, codes(shape), times=3)
+        else:
+            into.warm(call, codes(shape))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return capture(call, codes(shape), pool=into, warmup=0, compiled=how == "compiled"), time.perf_counter() - began
 
     def graph_point(shape: Shape, how: How) -> Point:
         graph, took = make(shape, how, pool)

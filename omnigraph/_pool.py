@@ -30,9 +30,7 @@ def pick_backend(backend: str, device: torch.device) -> Backend:
 
 def capturing(device: torch.device) -> bool:
     """Is somebody capturing what this thread does now: on CUDA the current stream, on a CPU the operations?"""
-    if device.type == "cuda":
-        return torch.cuda.is_current_stream_capturing()
-    return recording()
+    return torch.cuda.is_current_stream_capturing() if device.type == "cuda" else recording()
 
 
 # Read before each replay, so in C: the public getters of some of these are Python properties of a microsecond or two each.
@@ -74,8 +72,8 @@ class Pool:
         self._depth = 0
         if self.backend == "cuda":
             self.stream = torch.cuda.Stream(self.device)
-            self._event = torch.cuda.Event()
             self._current = self.stream  # that of the turn before
+            self._event: torch.cuda.Event | None = None  # the end of that turn, where it must be kept
             self.handles = [torch.cuda.graph_pool_handle()]
 
     def __enter__(self) -> Pool:
@@ -91,22 +89,28 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         try:
-            if self._depth == 1 and self.backend == "cuda":
+            if self._depth == 1 and self.backend == "cuda" and self._event is not None:
                 self._event.record(self._current)
         finally:
             self._depth -= 1
             self.lock.release()
 
     def _follow(self) -> None:
-        """Let the current stream wait for the turn before; work of the same stream is in order as it is."""
+        """Let the current stream wait for the turn before; work of the same stream is in order as it is.
+
+        The wait is for all that the other stream holds by now: no event is recorded at the end of each turn, which would cost every call
+        some microseconds. Torch's own streams live for ever; a stream of somebody else's may be gone by then, so there the event is kept.
+        """
         if torch._C._cuda_getCurrentRawStream(self.device.index) != self._current.cuda_stream:
-            self._current = torch.cuda.current_stream(self.device)
-            self._current.wait_event(self._event)
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self._current.record_event() if self._event is None else self._event)
+            self._current = stream
+            self._event = torch.cuda.Event() if stream.stream_id == stream.cuda_stream != 0 else None
 
     def wait(self) -> None:
         """Block the host until the last turn's work is done."""
-        if self.backend == "cuda":
-            self._event.synchronize()
+        if self.backend == "cuda":  # not for the whole device: CUDA refuses that while another thread captures
+            (self._current if self._event is None else self._event).synchronize()
 
     def abandon(self) -> None:
         """Put later captures into fresh memory: after a failed one, torch versions differ in what is left in the old."""

@@ -17,7 +17,7 @@ from omnigraph.graph import CapturedGraph
 from omnigraph.shapes import Bucket, Shape
 from omnigraph.stats import Fallback, Outcome
 
-_ALIGNMENT = 256  # bytes: what the CUDA allocator gives, and more than any kernel asks for
+ALIGNMENT = 256  # bytes: what the CUDA allocator gives, and more than any kernel asks for
 _version = attrgetter("_version")
 
 
@@ -31,7 +31,8 @@ class Prefix:
         layout: everything that decides where tokens stand, hashable: for images `((frames, height, width), ...)`, the target last.
         freqs: what else a step reads and no step changes, such as the target's rotary frequencies.
         scales: of a quantized prefix, which no graph serves.
-        text_mask: `[batch, text tokens]`, True where valid. Read here, once: a padded text keeps the request eager.
+        padded: the text has padding, which keeps the request eager.
+        text_mask: `[batch, text tokens]`, True where valid: read here, once, for `padded`.
 
     Tensors made in inference mode have no version counter: they must not be written to. In other ones a write is noticed.
 
@@ -44,14 +45,14 @@ class Prefix:
     layout: tuple[Hashable, ...]
     freqs: tuple[Tensor, ...] = ()
     scales: tuple[Tensor, ...] = ()
+    padded: bool = False
     text_mask: InitVar[Tensor | None] = None
-    padded: bool = field(init=False)
     tensors: tuple[Tensor, ...] = field(init=False, repr=False)
 
     def __post_init__(self, text_mask: Tensor | None) -> None:
         object.__setattr__(self, "layers", tuple((k, v) for k, v in self.layers))
         object.__setattr__(self, "freqs", tuple(self.freqs))
-        object.__setattr__(self, "padded", text_mask is not None and not bool(text_mask.all()))
+        object.__setattr__(self, "padded", self.padded or (text_mask is not None and not bool(text_mask.all())))
         object.__setattr__(self, "tensors", (*(t for pair in self.layers for t in pair), *self.freqs))
         kinds = {(t.shape[:2], t.dtype, t.device) for pair in self.layers for t in pair}
         if len(kinds) > 1:
@@ -99,7 +100,7 @@ class DecodeBuffers(NamedTuple):
         """Buffers for decode steps on `prefix`: one allocation, outside inference mode, so that what it takes is what it holds."""
         batch, first = prefix.layers[0][0].shape[0], prefix.layers[0][0]
         wanted = [((batch, tokens, channels), dtype), ((batch,), dtype), *((tuple(t.shape), t.dtype) for t in prefix.tensors)]
-        sizes = [-(-prod(shape) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, kind in wanted]
+        sizes = [-(-prod(shape) * kind.itemsize // ALIGNMENT) * ALIGNMENT for shape, kind in wanted]
         with torch.inference_mode(False):
             slab = torch.zeros(sum(sizes), dtype=torch.uint8, device=first.device)
             parts = [

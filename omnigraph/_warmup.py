@@ -192,7 +192,8 @@ class _Capturing:
     def _call(self, bucket: Bucket, codes: torch.Tensor) -> None:
         """Most of what would break a capture breaks here, harmlessly."""
         self.pool.warm(lambda codes: check_output(self.module(codes), bucket.shape, self.facts), codes)
-        gc.collect()  # while the device is busy; nothing is collected during a capture
+        if self.pool.backend == "cuda":
+            gc.collect()  # while the device is busy; nothing is collected during a capture
 
     def _compile(self, codes: torch.Tensor) -> None:
         limits: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": RECOMPILE_LIMIT}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from threading import RLock
@@ -14,16 +14,25 @@ from typing import Any, Literal
 import torch
 
 from omnigraph._fingerprint import Fingerprint
-from omnigraph._live import EAGER, Live, Way, replay
+from omnigraph._joining import batched_chunked, chunked
+from omnigraph._live import EAGER, Live, Way, allowed, replay
 from omnigraph._pool import Pool, capturing, environment, pick_backend
 from omnigraph._provenance import differences
 from omnigraph._warmup import CaptureReport, Progress, capture_buckets, check_output, compile_module
 from omnigraph.facts import DecoderFacts, code_space, probe
+from omnigraph.packing import Call, packer
 from omnigraph.shapes import Bucket, BucketPlan, Cost, Shape
 from omnigraph.stats import Fallback, Outcome, ReplayStats
+from omnigraph.streaming import StreamSession, push_many
 
 Padding = Literal["auto", "exact", "allow"]
 _REBUILD_ABOVE = 0.1  # a reconfigure that gives up this share of the pool recaptures the rest to return the memory
+
+
+def _plan(plan: object) -> BucketPlan:
+    if not isinstance(plan, BucketPlan):
+        raise TypeError(f"plan must be a BucketPlan, got {type(plan).__name__}: make one with BucketPlan.grid(batch_sizes, sizes)")
+    return plan
 
 
 class GraphedDecoder:
@@ -45,6 +54,7 @@ class GraphedDecoder:
 
     Raises:
         ValueError: an argument is not one of the above, or nobody says how many quantizers or codes there are.
+        TypeError: the plan is none.
     """
 
     def __init__(
@@ -66,13 +76,14 @@ class GraphedDecoder:
             raise ValueError(f"padding is 'auto', 'exact' or 'allow', not {padding!r}")
         if backend not in ("auto", "cuda", "cpu", "eager"):
             raise ValueError(f"backend is 'auto', 'cuda', 'cpu' or 'eager', not {backend!r}")
-        self.module, self.plan, self.padding, self.cost = module, plan, padding, cost
+        self.module, self.plan, self.padding, self.cost = module, _plan(plan), padding, cost
         self.num_quantizers, self.codebook_size = code_space(module, num_quantizers=num_quantizers, codebook_size=codebook_size)
         self.backend, self.enabled, self.check_stale, self.latency = backend, enabled, check_stale, latency
         self.check_codes = check_codes
         self.stats = ReplayStats()
         self._live: Live | None = None
         self._changing = RLock()  # warm-up, reconfiguration, close: one at a time
+        self._facts: DecoderFacts | None = None
         self._closed = False
         self._compiled: Callable[..., Any] | None = None
 
@@ -84,14 +95,15 @@ class GraphedDecoder:
 
     @property
     def facts(self) -> DecoderFacts:
-        """What the probe found out about the module; probed at warm-up.
+        """What the probe found out about the module at warm-up, or finds out now where there was none."""
+        if self._live is not None:
+            return self._live.facts
+        if self._facts is None:
+            self._facts = self._probe()
+        return self._facts
 
-        Raises:
-            RuntimeError: before warm-up.
-        """
-        if self._live is None:
-            raise RuntimeError("the decoder has not been probed yet: call warmup() first")
-        return self._live.facts
+    def _probe(self) -> DecoderFacts:
+        return probe(self.module, num_quantizers=self.num_quantizers, codebook_size=self.codebook_size, reach=0)
 
     @property
     def captured(self) -> tuple[Bucket, ...]:
@@ -132,7 +144,7 @@ class GraphedDecoder:
         self.module.eval()
         for difference in differences(dict(self.plan.made_for), self.module):
             warnings.warn(f"the plan was made for {difference}", stacklevel=3)
-        facts = probe(self.module, num_quantizers=self.num_quantizers, codebook_size=self.codebook_size, reach=0)
+        facts = self._facts = self._probe()
         probed = time.perf_counter() - start
         if self.padding == "allow" and not (facts.causal and facts.rows_independent):
             raise ValueError(
@@ -157,7 +169,7 @@ class GraphedDecoder:
             codes=self._codes,
             facts=live.facts,
             pool=live.pool,
-            compiled=self._compiled or self.module,
+            compiled=self.module if self._compiled is None else self._compiled,
             progress=progress,
         )
         live.graphs = dict(sorted([*live.graphs.items(), *graphs.items()], key=lambda item: -item[0].shape.batch * item[0].shape.frames))
@@ -182,7 +194,7 @@ class GraphedDecoder:
         Raises:
             ValueError, TypeError: the codes are not of that form; nothing has been done then.
         """
-        shape = self._check(codes)
+        shape = self.check(codes)
         start = time.perf_counter() if self.latency else 0.0
         audio, served = self._serve(codes, shape)
         milliseconds = None
@@ -234,18 +246,27 @@ class GraphedDecoder:
     def _way(self, live: Live, shape: tuple[int, int]) -> Way | None:
         return live.ways.get(shape) or live.way(Shape(*shape), self.cost, self.padding != "exact")
 
-    def _check(self, codes: torch.Tensor) -> tuple[int, int]:
-        """`(batch, frames)` of a call, or an error before any work."""
+    def check(self, codes: torch.Tensor, *, empty: bool = False, values: bool = True) -> tuple[int, int]:
+        """`(batch, frames)` of codes that can be decoded.
+
+        Args:
+            empty: no frames are fine.
+            values: check that the codes are within the codebook, where `check_codes` says so.
+
+        Raises:
+            ValueError, TypeError: the codes are not `[B, Q, F]` int64 on the module's device, or out of range.
+        """
         live = self._live
         try:
             (batch, quantizers, frames), device = codes.shape, codes.device
         except (AttributeError, ValueError):
             raise self._refusal(codes) from None
-        if quantizers != self.num_quantizers or not batch or not frames or codes.dtype is not torch.int64 or self._closed:
+        if quantizers != self.num_quantizers or not batch or codes.dtype is not torch.int64 or self._closed or not (frames or empty):
             raise self._refusal(codes)
         if (live is None or device != live.pool.device) and device != self.device:
             raise self._refusal(codes)
-        if (self.check_codes or (self.check_codes is None and device.type == "cpu")) and not capturing(device):
+        checked = self.check_codes or (self.check_codes is None and device.type == "cpu" and not capturing(device))
+        if checked and values and frames:
             low, high = (int(value) for value in codes.aminmax())
             if low < 0 or high >= self.codebook_size:
                 raise ValueError(f"codes go from 0 to {self.codebook_size - 1}; got {low} to {high}")
@@ -265,6 +286,66 @@ class GraphedDecoder:
             return TypeError(f"{expected}; got {codes.dtype}: convert with .long()")
         return ValueError(f"{expected}; got codes on {codes.device}: move them with .to({str(self.device)!r})")
 
+    def pack(self, lengths: Sequence[int], max_batch_size: int | None = None) -> list[Call]:
+        """Group windows of `lengths` frames into the calls that cost least with what is captured now; see `packing.pack`."""
+        live = self._live
+        if live is None or self._reason(live, self.device) is not None:
+            return packer((), self.cost, **allowed(self.facts, self.padding != "exact"))(lengths, max_batch_size)
+        if live.packer is None:
+            live.packer = packer(live.graphs, self.cost, **allowed(live.facts, self.padding != "exact"))
+        return live.packer(lengths, max_batch_size)
+
+    def chunked_decode(
+        self, codes: torch.Tensor, chunk_size: int = 300, left_context_size: int = 25, *, ramp: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """Decode codes `[B, Q, F]` in chunks with left context, joined without a seam: audio `[B, C, samples]`.
+
+        The length is a full decode's to the sample. Where the left context covers the receptive field, so are the samples.
+
+        Args:
+            chunk_size, left_context_size: in frames; a later chunk decodes its context again and drops what comes of it.
+            ramp: the sizes of the first chunks.
+
+        Raises:
+            ValueError, TypeError: the codes, or a context too short for the decoder's trim; nothing has been done then.
+        """
+        return chunked(self, codes, chunk_size=chunk_size, left_context_size=left_context_size, ramp=ramp)
+
+    def batched_chunked_decode(
+        self,
+        codes: torch.Tensor,
+        lengths: Sequence[int] | torch.Tensor,
+        chunk_size: int = 300,
+        left_context_size: int = 25,
+        *,
+        ramp: Sequence[int] = (),
+        max_batch_size: int | None = None,
+    ) -> list[torch.Tensor]:
+        """Decode requests of different lengths in chunks, all chunks of all requests packed into the calls that cost least.
+
+        Args:
+            codes: `[B, Q, F]`, a request a row, padded to F with anything.
+            lengths: frames of each request, 0 to F.
+            max_batch_size: the most chunks one call decodes, eager calls included; None: the largest bucket's batch, at least 8.
+
+        Returns:
+            audio `[C, samples]` for each request, as long as a full decode of it.
+
+        Raises:
+            ValueError, TypeError: codes, lengths or sizes; nothing has been done then.
+        """
+        return batched_chunked(
+            self, codes, lengths, chunk_size=chunk_size, left_context_size=left_context_size, ramp=ramp, max_batch_size=max_batch_size
+        )
+
+    def stream(self, *, chunk_size: int = 25, left_context_size: int = 25, ramp: Sequence[int] = ()) -> StreamSession:
+        """Begin a stream: `push` codes as they come, and get the audio that has become final."""
+        return StreamSession(self, chunk_size=chunk_size, left_context_size=left_context_size, ramp=ramp)
+
+    def push_many(self, pushes: Sequence[tuple[StreamSession, torch.Tensor]]) -> list[torch.Tensor]:
+        """Push codes to several streams of this decoder; what is due in all of them is decoded in packed calls."""
+        return push_many(self, pushes)
+
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this decoder is closed: make a new GraphedDecoder")
@@ -277,7 +358,7 @@ class GraphedDecoder:
         with self._changing:
             self._check_open()
             live = self._live
-            self.plan, before = plan, self.plan
+            self.plan, before = _plan(plan), self.plan
             try:
                 if (
                     live is None

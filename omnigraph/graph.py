@@ -21,12 +21,10 @@ from omnigraph._record import Recording, refuse_within_a_recording, tensors_of
 _ONE_AT_A_TIME = threading.RLock()  # captures in this process
 
 
-def flush(device: torch.device, collect: bool = False) -> None:
-    """Hand the device back what nobody uses, while nobody captures: torch allows it at no other time. Collects garbage first if told."""
-    with _ONE_AT_A_TIME:
-        if collect:
-            gc.collect()
-        if device.type == "cuda":
+def flush(device: torch.device) -> None:
+    """Hand the device back what nobody uses, while nobody captures: torch allows it at no other time."""
+    if device.type == "cuda":
+        with _ONE_AT_A_TIME:
             torch.cuda.empty_cache()
 
 
@@ -68,10 +66,10 @@ class _CudaGraph:
         pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
         with torch.cuda.stream(pool.stream), _no_collection():
             self.graph.capture_begin(pool=pool.handles[-1], capture_error_mode="thread_local")
-            before = torch.cuda.memory_allocated(pool.device)
+            before = _requested(pool.device)
             try:
                 self.outputs = fn(*inputs)
-                self.retained = torch.cuda.memory_allocated(pool.device) - before - _allocated(self.outputs, inputs)
+                self.retained = _requested(pool.device) - before - _made(self.outputs, inputs)
             except BaseException:
                 try:
                     self.graph.capture_end()
@@ -82,11 +80,17 @@ class _CudaGraph:
         self.launch = self.graph.replay
 
 
-def _allocated(outputs: Any, inputs: Any) -> int:
-    """Bytes that the allocator counts for the storages of `outputs` that are not those of `inputs`: it rounds to 512."""
+def _requested(device: torch.device) -> int:
+    """Bytes asked of the allocator and in use now, before it rounds them."""
+    requested: int = torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]["current"]
+    return requested
+
+
+def _made(outputs: Any, inputs: Any) -> int:
+    """Bytes of the storages of `outputs` that are not those of `inputs`."""
     given = {t.untyped_storage().data_ptr() for t in tensors_of(inputs)}
     new = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(outputs)}
-    return sum(-(-nbytes // 512) * 512 for address, nbytes in new.items() if address not in given)
+    return sum(nbytes for address, nbytes in new.items() if address not in given)
 
 
 class _CompiledCall:
@@ -248,7 +252,9 @@ def capture(
         if failed:  # raised here, where the caught error and the tensors of its frames are gone
             raise CaptureError(*failed)
         own = sum(t.nbytes for t in tensors_of(inputs)) if copy_inputs else 0
-        return CapturedGraph(launcher, inputs, pool, _held(pool) - held + own, seconds)
+        graph = CapturedGraph(launcher, inputs, pool, _held(pool) - held + own, seconds)
+    with pool:  # the next turn, on whatever stream, comes after the copies into the static inputs
+        return graph
 
 
 def _held(pool: Pool) -> int:

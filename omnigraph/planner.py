@@ -145,10 +145,13 @@ def _outside(profile: Profile, ways: Sequence[tuple[Shape, How]]) -> list[str]:
 
 
 def _curve(p: Problem, sets: Sequence[Bools], chosen: Bools) -> tuple[CurvePoint, ...]:
-    n, sets = int(chosen.sum()), list(sets)
-    if n < len(sets) and p.total(chosen) < p.total(sets[n]) * (1 - SAME):
-        sets[n] = chosen
+    """The points of the curve; the plan takes the place of sets of its size or more that are no better."""
+    graphs, sets, total = [*range(len(sets))], list(sets), p.total(chosen)
+    n = int(chosen.sum())
+    if n > graphs[-1]:
+        graphs, sets = [*graphs, n], [*sets, chosen]
+    sets = [chosen if k >= n and p.total(one) > total * (1 + SAME) else one for k, one in zip(graphs, sets, strict=True)]
     stacked = need("numpy").stack(sets)
     columns = (p.totals(stacked) / p.weight.sum(), p.pool(stacked), stacked @ p.seconds)
-    rows = zip(sets, *(column.tolist() for column in columns), strict=True)
-    return tuple(CurvePoint(k, ms, round(pool), seconds, p.picked(one)) for k, (one, ms, pool, seconds) in enumerate(rows))
+    rows = zip(graphs, sets, *(column.tolist() for column in columns), strict=True)
+    return tuple(CurvePoint(k, ms, round(pool), seconds, p.picked(one)) for k, one, ms, pool, seconds in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from threading import RLock
 from typing import TYPE_CHECKING, Literal
 
@@ -14,8 +14,9 @@ from torch import Tensor
 from omnigraph._fingerprint import Fingerprint
 from omnigraph._needs import need
 from omnigraph._pool import Pool, capturing, environment
+from omnigraph._prefix_entries import Entries
 from omnigraph._prefix_entry import DecodeAdapter, DecodeBuffers, DecodeGraphKey, Entry, Prefix
-from omnigraph.graph import CapturedGraph, CaptureError, capture, flush
+from omnigraph.graph import CapturedGraph, CaptureError, capture
 from omnigraph.stats import Fallback, Outcome, ReplayStats
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ __all__ = ["DecodeAdapter", "DecodeBuffers", "DecodeGraphCache", "DecodeGraphKey
 
 logger = logging.getLogger("omnigraph")
 Contention = Literal["refresh", "eager"]
-MAX_FAILED = 64  # keys remembered because their allocation or capture failed
 _EAGER = {reason: Outcome("fallback", reason=reason) for reason in Fallback}
 
 
@@ -59,17 +59,14 @@ class DecodeGraphCache:
             raise ValueError(f"max_entries and max_bytes are positive; got {max_entries=}, {max_bytes=}")
         if contention not in ("refresh", "eager") or backend not in ("auto", "cuda", "cpu"):
             raise ValueError(f"contention is 'refresh' or 'eager', backend 'auto', 'cuda' or 'cpu'; got {contention!r}, {backend!r}")
-        self.adapter, self.max_entries, self.max_bytes = adapter, max_entries, max_bytes
-        self.contention, self.backend = contention, backend
+        self.adapter, self.contention, self.backend = adapter, contention, backend
         self.stats = ReplayStats()
         self.refused: Counter[Fallback] = Counter()  # registrations, by reason
         self.copies = 0  # of a prefix into buffers
-        self._entries: OrderedDict[DecodeGraphKey, Entry] = OrderedDict()
-        self._failed: OrderedDict[DecodeGraphKey, Fallback] = OrderedDict()
+        self._entries = Entries(max_entries, max_bytes)
         self._lock = RLock()
         self._told: set[Fallback] = set()
         self._device = torch.device("cpu")
-        self._pool: Pool | None = None
         self._fingerprint: Fingerprint | None = None
         self._state: object = None
         self._obstacle: Fallback | None = None
@@ -77,12 +74,12 @@ class DecodeGraphCache:
     @property
     def keys(self) -> tuple[DecodeGraphKey, ...]:
         """The keys that have buffers, the least recently used first."""
-        return tuple(self._entries)
+        return tuple(self._entries.live)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all entries, buffers and graphs."""
-        return sum(entry.nbytes for entry in self._entries.values())
+        return self._entries.nbytes
 
     def register_prefill(self, prefix: Prefix) -> Fallback | None:
         """Make ready for the decode steps of a request whose prefill is done. Returns why they will go eager, or None."""
@@ -108,7 +105,7 @@ class DecodeGraphCache:
             ValueError: hidden or timestep do not fit the key; nothing has been done then.
         """
         with self._lock:
-            key = "no prefix" if prefix is None or not prefix.layers else self._key(prefix, hidden.dtype)
+            key = "a branch without prefix" if prefix is None or not prefix.layers else self._key(prefix, hidden.dtype)
             latents = self._serve(key, prefix, hidden, timestep)
             if isinstance(latents, Fallback):
                 self.stats.record(key, _EAGER[latents])
@@ -119,11 +116,8 @@ class DecodeGraphCache:
     def clear(self) -> None:
         """Drop all entries, their owners and all marks of failure, and free the memory."""
         with self._lock:
-            for key in self.keys:
-                self._drop(key)
-            self._failed.clear()
+            self._entries.clear()
             self._fingerprint = None  # it holds the model's tensors
-            flush(self._device)
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each key: its fields, then state, mib, graph_mib, owners, copies, replays, seconds.
@@ -131,27 +125,7 @@ class DecodeGraphCache:
         `mib` are the buffers and what the capture added to the shared pool (`graph_mib`); `seconds` the warm-up, compilation and capture.
         """
         with self._lock:
-            rows: list[tuple[DecodeGraphKey, Entry | None, str]] = []
-            rows += [(key, entry, "captured" if entry.graph else "registered") for key, entry in self._entries.items()]
-            rows += [(key, None, str(reason)) for key, reason in self._failed.items()]
-            records = [
-                {
-                    "branch": key.branch,
-                    "batch": key.batch,
-                    "prefix_tokens": key.prefix_tokens,
-                    "layout": str(key.layout),
-                    "dtype": str(key.dtype).removeprefix("torch."),
-                    "attention": key.attention,
-                    "state": state,
-                    "mib": entry.nbytes / 2**20 if entry else 0.0,
-                    "graph_mib": entry.graph.nbytes / 2**20 if entry and entry.graph else 0.0,
-                    "owners": len(entry.owners()) if entry else 0,
-                    "copies": entry.copies if entry else 0,
-                    "replays": entry.replays if entry else 0,
-                    "seconds": entry.seconds if entry else 0.0,
-                }
-                for key, entry, state in rows
-            ]
+            records = self._entries.records()
         frame: pd.DataFrame = need("pandas").DataFrame(records)
         return frame
 
@@ -182,14 +156,14 @@ class DecodeGraphCache:
         changed = "" if self._fingerprint is None else self._fingerprint.changed()
         if changed is None and self.adapter.state() == self._state:
             return self._obstacle
-        dropped = len(self._entries)
+        dropped = len(self._entries.live)
         self.clear()
         self._obstacle = self.adapter.obstacle()
         self._fingerprint, self._state = Fingerprint(self.adapter.module), self.adapter.state()
         first = next(self.adapter.module.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
-        if device != self._device or self._pool is None:
-            self._device, self._pool = device, None
+        if device != self._device:
+            self._device, self._entries.pool = device, None
         if dropped:
             logger.warning("%d decode graph entries dropped: %s", dropped, changed or "the model is set up otherwise")
         return self._obstacle or (Fallback.MODULE_CHANGED if dropped else None)
@@ -205,43 +179,44 @@ class DecodeGraphCache:
 
     def _admit(self, prefix: Prefix) -> Fallback | None:
         """Find or make the entry of a registering request."""
-        key = self._key(prefix, prefix.dtype)
-        entry, failed = self._entries.get(key), ""
-        if key in self._failed:
-            return self._failed[key]
+        key, entries, failed = self._key(prefix, prefix.dtype), self._entries, ""
+        entry = entries.live.get(key)
+        if key in entries.failed:
+            return entries.failed[key]
         if entry is not None and (reason := self._disputed(entry, prefix)):
             return reason
         if entry is None:
-            if self.max_bytes is not None and prefix.nbytes > self.max_bytes:
-                return self._mark(key, Fallback.OVER_BUDGET, f"its prefix alone takes {prefix.nbytes:,} bytes of {self.max_bytes:,}")
-            self._pool = self._pool or Pool(self._device, self.backend)
-            self._make_room(prefix.nbytes)
+            limit = entries.max_bytes
+            if limit is not None and prefix.nbytes > limit:
+                return entries.mark(key, Fallback.OVER_BUDGET, f"its prefix alone takes {prefix.nbytes:,} bytes of {limit:,}")
+            entries.make_room(prefix.nbytes)
+            entries.pool = entries.pool or Pool(self._device, self.backend)
             try:
-                with self._pool:  # so that whoever decodes first, on whatever stream, waits for the zeros
+                with entries.pool:  # so that whoever decodes first, on whatever stream, waits for the zeros
                     entry = Entry(self.adapter.buffers(key, prefix), self.adapter.compiled)
             except (RuntimeError, MemoryError) as error:
                 failed = f"{type(error).__name__}: {error}"
             if entry is None:  # out here the caught error and the tensors of its frames are gone
-                return self._mark(key, Fallback.ALLOCATION_FAILED, failed)
-            self._entries[key] = entry
+                return entries.mark(key, Fallback.ALLOCATION_FAILED, failed)
+            entries.live[key] = entry
         entry.own(prefix)
         entry.forget(prefix)
-        self._entries.move_to_end(key)
+        entries.live.move_to_end(key)
         return None
 
     def _serve(self, key: DecodeGraphKey | str, prefix: Prefix | None, hidden: Tensor, timestep: Tensor) -> Tensor | Fallback:
         reason = self._against(prefix)
         if reason is not None or prefix is None or isinstance(key, str):
             return reason or Fallback.NO_PREFIX
-        entry, pool = self._entries.get(key), self._pool
+        entry, pool = self._entries.live.get(key), self._entries.pool
         if entry is None or pool is None:
-            return self._failed.get(key, Fallback.UNKNOWN_KEY)
+            return self._entries.failed.get(key, Fallback.UNKNOWN_KEY)
         if entry.graph is not None and environment(self._device) != entry.environment:
             return Fallback.ENVIRONMENT_CHANGED
         if reason := self._disputed(entry, prefix):
             return reason
         tokens = _fit(entry.buffers, hidden, timestep)
-        self._entries.move_to_end(key)
+        self._entries.live.move_to_end(key)
         with pool, torch.no_grad():
             entry.buffers.hidden.copy_(hidden[:, -tokens:])
             entry.buffers.timestep.copy_(timestep)
@@ -254,12 +229,12 @@ class DecodeGraphCache:
                 graph.launch()
                 latents: Tensor = graph.outputs.clone()
         if isinstance(graph, str):  # the turn is over: nothing still reads the buffers
-            self._drop(key)
-            return self._mark(key, Fallback.CAPTURE_FAILED, graph)
+            self._entries.drop(key)
+            return self._entries.mark(key, Fallback.CAPTURE_FAILED, graph)
         entry.replays += 1
         self.stats.record(key, entry.served)
         if not captured:
-            self._make_room(keep=key)
+            self._entries.make_room(keep=key)
         return latents
 
     def _capture(self, entry: Entry, pool: Pool) -> CapturedGraph | str:
@@ -272,49 +247,15 @@ class DecodeGraphCache:
         entry.graph, entry.seconds = graph, time.perf_counter() - start
         return graph
 
-    def _make_room(self, incoming: int = 0, keep: DecodeGraphKey | None = None) -> None:
-        """Evict until `incoming` bytes more are within the limits. The entry `keep` goes last, and is marked when it goes."""
-        coming = 1 if incoming else 0
-        while self._entries and (
-            len(self._entries) + coming > self.max_entries or (self.max_bytes is not None and self.nbytes + incoming > self.max_bytes)
-        ):
-            others = [key for key in self._entries if key != keep]
-            unowned = [key for key in others if not self._entries[key].owners()]
-            victim = next(iter(unowned or others), keep)
-            assert victim is not None
-            self._drop(victim)
-            if victim == keep:
-                self._mark(victim, Fallback.OVER_BUDGET, f"one entry takes more than {self.max_bytes:,} bytes")
-
-    def _drop(self, key: DecodeGraphKey) -> None:
-        """Let go of an entry, once the device is done with it."""
-        entry = self._entries.pop(key)
-        if self._pool is not None:
-            self._pool.wait()
-            if entry.graph is not None:
-                entry.graph.close()
-                if not any(other.graph for other in self._entries.values()):
-                    self._pool.abandon()  # no graph holds the memory of before: the next one may not be captured into it
-        for failed in [failed for failed, reason in self._failed.items() if reason is Fallback.ALLOCATION_FAILED]:
-            del self._failed[failed]  # there is memory again: worth another try
-
-    def _mark(self, key: DecodeGraphKey, reason: Fallback, text: str) -> Fallback:
-        """Remember that a key failed: its reason alone, beside the live entries."""
-        self._failed[key] = reason
-        while len(self._failed) > MAX_FAILED:
-            self._failed.popitem(last=False)
-        flush(self._device)
-        logger.warning("no decode graph for %s: %s: %s", key, reason, text)
-        return reason
-
     def _tell(self, reason: Fallback, what: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
             logger.warning("%s: %s (told once; counted always)", what, reason)
 
     def __repr__(self) -> str:
-        captured = sum(entry.graph is not None for entry in self._entries.values())
-        return f"<DecodeGraphCache: {len(self._entries)} entries, {captured} captured, {self.nbytes:,} bytes; {self.stats}>"
+        entries = self._entries.live.values()
+        captured = sum(entry.graph is not None for entry in entries)
+        return f"<DecodeGraphCache: {len(entries)} entries, {captured} captured, {self.nbytes:,} bytes; {self.stats}>"
 
 
 def _fit(buffers: DecodeBuffers, hidden: Tensor, timestep: Tensor) -> int:

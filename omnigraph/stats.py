@@ -104,20 +104,20 @@ class ReplayStats:
     def reset(self) -> None:
         """Forget everything counted so far."""
         with self._lock:
-            self._counts: Counter[tuple[Hashable, Outcome]] = Counter()
+            self._counts: dict[tuple[Hashable, Outcome], int] = {}
             self._times: dict[tuple[Hashable, Outcome], list[float]] = {}
 
     def record(self, call: Hashable, outcome: Outcome, milliseconds: float | None = None) -> None:
         """Count one call (a `Shape`, or any key) and, where it was timed, how long it took."""
         key = (call, outcome)
         with self._lock:
-            self._counts[key] += 1
+            self._counts[key] = self._counts.get(key, 0) + 1
             if milliseconds is not None:
                 times = self._times.setdefault(key, [])
                 times.append(milliseconds)
                 del times[:-MAX_TIMES]
         if self.log_every and self.calls % self.log_every == 0:
-            logger.info("%s", self)
+            logger.info("%s", str(self))  # as it is now: handlers may come to it later
 
     def counts(self) -> dict[tuple[Hashable, Outcome], int]:
         """A snapshot: how often each call met each outcome."""

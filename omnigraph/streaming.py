@@ -37,7 +37,8 @@ class StreamSession:
         self.samples = 0  # given so far
         self.finished = False
         self._start = 0  # the first frame of the next chunk
-        self._held = _no_codes(self.decoder)  # the latest frames
+        nothing = (1, self.decoder.facts.num_quantizers, 0)
+        self._held = torch.empty(nothing, dtype=torch.int64, device=self.decoder.device)  # the latest frames
 
     def push(self, codes: Tensor) -> Tensor:
         """Take codes `[1, Q, n]`, n of 0 or more; returns the audio `[1, C, samples]` that has become final, often none.
@@ -83,27 +84,19 @@ def push_many(decoder: ChunkDecoder, pushes: Sequence[tuple[StreamSession, Tenso
 
 def _advance(decoder: ChunkDecoder, pushes: Sequence[tuple[StreamSession, Tensor]], *, ended: bool) -> list[Tensor]:
     """Decode what is due in all streams, then, when nothing can fail any more, move them on."""
-    windows, sizes, due, moved, offset = [], [], [], [], 0
+    windows, sizes, moved = [], [], []
     for to, (session, codes) in enumerate(pushes):
         held = torch.cat([session._held, codes], -1)
         frames = session.frames + codes.shape[-1]
         first = frames - held.shape[-1]  # the frame that held[..., 0] is
         chunks, start = session.chunking.due(session._start, frames, ended=ended)
+        for chunk in chunks:
+            here = replace(chunk, first=chunk.first - first, last=chunk.last - first, at=chunk.at - session.samples)
+            windows.append(Window(held[0], here, to))
         sizes.append(sum(chunk.keep for chunk in chunks))
-        if chunks:
-            shift = offset - first
-            for chunk in chunks:
-                here = replace(chunk, first=chunk.first + shift, last=chunk.last + shift, at=chunk.at - session.samples)
-                windows.append(Window(0, here, to))
-            due.append(held)
-            offset += held.shape[-1]
         spent = max(start - session.chunking.left_context_size, 0) - first
         moved.append((frames, start, held[..., spent:].clone() if spent else held))
-    audios = decode_windows(decoder, torch.cat(due, -1) if due else _no_codes(decoder), windows, sizes)
-    for (session, _), size, (frames, start, kept) in zip(pushes, sizes, moved, strict=True):
-        session.frames, session.samples, session._start, session._held = frames, session.samples + size, start, kept
+    audios = decode_windows(decoder, windows, sizes)
+    for (session, _), size, (frames, start, held) in zip(pushes, sizes, moved, strict=True):
+        session.frames, session.samples, session._start, session._held = frames, session.samples + size, start, held
     return [audio[None] for audio in audios]
-
-
-def _no_codes(decoder: ChunkDecoder) -> Tensor:
-    return torch.empty(1, decoder.facts.num_quantizers, 0, dtype=torch.int64, device=decoder.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import time
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnigraph import GraphedDecoder, models, probe
+from omnigraph import GraphedDecoder, capture, models, probe
 from omnigraph._joining import batched_chunked, chunked
 from omnigraph.chunks import Chunk, schedule
 from omnigraph.facts import DecoderFacts
@@ -149,6 +150,10 @@ def test_a_packer_remembers_prices_and_packs_alike() -> None:
 
 def test_dependent_rows_are_decoded_one_by_one() -> None:
     assert [str(c.shape) for c in pack([50, 50, 25], GRID, pad_batch=False, split=False)] == ["1x50", "1x50", "1x25"]
+
+
+def test_what_is_left_makes_one_eager_call() -> None:
+    assert [str(c.shape) for c in pack([50] * 11, (), max_batch_size=16)] == ["11x50"]
 
 
 @pytest.mark.parametrize(("lengths", "limit"), [([0], None), ([5, -1], None), ([5], 0), ([5], -2)])
@@ -435,6 +440,43 @@ def test_wrong_codes_are_refused_before_any_work(graphed: GraphedDecoder) -> Non
     assert graphed.chunked_decode(random_codes(2, 0)).shape == (2, 1, 0)
 
 
+def error(audio: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((audio.double() - reference.double()).norm() / reference.double().norm())
+
+
+def check_the_error_of_chunks(decoder: GraphedDecoder, context: int, chunk: int, frames: int) -> None:
+    """By the design's rule: with enough context, 1.1 times eager's own error against higher precision; with half of it, far more."""
+    module, dtype = decoder.module, decoder.facts.dtype
+    codes = random_codes(1, frames, decoder.num_quantizers, decoder.codebook_size).to(decoder.device)
+    with torch.no_grad():
+        eager = module(codes)
+        reference = copy.deepcopy(module).to(torch.float64 if dtype == torch.float32 else torch.float32)(codes)
+    enough, half = (decoder.chunked_decode(codes, chunk_size=chunk, left_context_size=size) for size in (context, context // 2))
+    errors = {name: error(audio, reference) for name, audio in {"eager": eager, "enough": enough, "half": half}.items()}
+    print(f"\n{dtype}, {context} frames of context: {errors}")
+    assert enough.shape == half.shape == eager.shape
+    assert errors["enough"] <= 1.1 * errors["eager"] + torch.finfo(dtype).eps
+    assert errors["half"] > 1.5 * errors["enough"]
+
+
+def test_code2wav_in_chunks_is_as_near_as_eager() -> None:
+    """Two layers with windows of 16 frames and the convolutions after them reach 38 frames back."""
+    with GraphedDecoder(models.code2wav("small"), BucketPlan.grid([2], [68])) as decoder:
+        decoder.warmup(strict=True)
+        check_the_error_of_chunks(decoder, context=38, chunk=30, frames=100)
+        assert decoder.stats.hits == decoder.stats.calls > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_capture_around_it_records_the_eager_calls(device: str) -> None:
+    with GraphedDecoder(models.tiny(dtype=torch.float64, device=device), BucketPlan.grid([1, 2], [25, 50])) as decoder:
+        decoder.warmup(strict=True)
+        first, second = random_codes(1, 90).to(device), random_codes(1, 90).to(device)
+        outer = capture(lambda codes: decoder.chunked_decode(codes, chunk_size=25), first)
+        torch.testing.assert_close(outer.replay(second), decoder.module(second), rtol=0, atol=1e-12)
+        assert decoder.stats.fallbacks["outer_capture"] > 0
+
+
 # On a GPU, at full size: run with `pytest -m gpu -s tests/test_batched.py`.
 
 
@@ -500,6 +542,17 @@ def test_chunks_join_without_a_seam_on_a_gpu(trim: int) -> None:
             audio = decoder.chunked_decode(codes[..., :n], chunk_size=25, left_context_size=25)
             assert audio.shape == (1, 1, max(n * 8 - trim, 0))
             torch.testing.assert_close(audio, whole[..., : audio.shape[-1]], rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_are_as_near_as_eager_at_full_size_on_a_gpu(dtype: torch.dtype) -> None:
+    module = models.code2wav(dtype=dtype, device="cuda")
+    context = probe(models.code2wav(device="cuda"), reach=700).receptive_field
+    assert context is not None, "eight layers with windows of 72 frames reach less than 700 back"
+    with GraphedDecoder(module, BucketPlan(plain=(Shape(1, context + 100), Shape(2, context + 100)))) as decoder:
+        decoder.warmup(strict=True)
+        check_the_error_of_chunks(decoder, context, chunk=100, frames=context + 400)
 
 
 @pytest.mark.gpu

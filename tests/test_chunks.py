@@ -71,7 +71,7 @@ def test_each_chunk_sees_its_context_and_its_lookahead(cut: Chunking, frames: in
     assert seen == expected
 
 
-@given(cuts(), st.integers(1, 150))
+@given(cuts(), st.one_of(st.integers(1, 9), st.integers(1, 150)))
 def test_a_refused_context_names_the_smallest_that_works(cut: Chunking, frames: int) -> None:
     def works(context: int) -> bool:
         try:
@@ -109,6 +109,13 @@ def test_arrival_does_not_change_the_cuts(cut: Chunking, arrivals: list[int]) ->
         assert frames - start < max(cut.chunk_size, *cut.ramp, 0) + cut.lookahead  # nothing that is due waits
     found += cut.due(start, frames, ended=True)[0]
     assert found == cut.schedule(frames)
+
+
+def test_codes_shorter_than_the_trim_needs_want_less_context() -> None:
+    """Five frames of trim would want five of context, but with four every call begins at frame 0."""
+    with pytest.raises(ValueError, match="needs at least 4 frames"):
+        schedule(5, chunk_size=1, left_context_size=3, upsample=2, trim=9)
+    assert schedule(5, chunk_size=1, left_context_size=4, upsample=2, trim=9) == [Chunk(0, 5, 0, 1, 0)]
 
 
 def test_no_frames_no_chunks() -> None:

@@ -8,6 +8,7 @@ import logging
 import random
 import shutil
 import threading
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -121,7 +122,9 @@ def test_rows_are_padded_where_the_plan_has_large_batches_alone(call: tuple[int,
     assert outcome.kind == {(4, 1): "fallback", (7, 7): "split"}.get(call, "padded")
 
 
-@pytest.mark.parametrize("knobs", [{"dtype": torch.bfloat16}, {"channels": 2}, {"num_quantizers": 1}, {"upsample": 1, "receptive_field": 0}])
+@pytest.mark.parametrize(
+    "knobs", [{"dtype": torch.bfloat16}, {"channels": 2}, {"num_quantizers": 1}, {"upsample": 1, "receptive_field": 0}]
+)
 def test_other_decoders(knobs: dict[str, Any]) -> None:
     module = tiny(**knobs)
     with warm(module) as decoder:
@@ -134,7 +137,7 @@ def test_code2wav_on_every_path(small: nn.Module) -> None:
     kinds = Counter()
     with warm(small, BucketPlan.grid([1, 3], [4, 9], extra=[(4, 9)])) as decoder:
         assert (decoder.facts.upsample, decoder.facts.trim) == (1920, 555)
-        for call in [(1, 4), (1, 3), (1, 7), (2, 9), (3, 8), (5, 4), (7, 9), (1, 10), (2, 1)]:
+        for call in [(1, 4), (1, 6), (1, 7), (2, 9), (3, 8), (5, 4), (7, 9), (1, 10), (2, 1)]:
             outcome = check(decoder, codes_for(small, *call), reference)
             kinds[outcome.kind] += 1
             assert eager(small, codes_for(small, *call)).shape[-1] == call[1] * 1920 - 555
@@ -412,7 +415,7 @@ def test_reconfigure_warms_up_what_was_not() -> None:
         assert check(decoder, codes_for(module, 2, 3)).kind == "exact"
 
 
-@pytest.mark.parametrize("plan", [BucketPlan.grid([1, 2], [2, 5, 8, 9]), BucketPlan.grid([1], [3])], ids=["grow", "shrink"])
+@pytest.mark.parametrize("plan", [BucketPlan.grid([1, 2], [2, 5, 8, 9]), BucketPlan.grid([1], [3, 4])], ids=["grow", "shrink"])
 def test_an_interrupted_reconfiguration_changes_nothing(plan: BucketPlan) -> None:
     module = tiny()
     with warm(module, BucketPlan.grid([1], [2, 5, 8])) as decoder:
@@ -439,7 +442,7 @@ def test_an_interrupted_warm_up_can_be_done_again() -> None:
     module = tiny()
 
     def progress(what: str, done: int, of: int) -> None:
-        if done == 7:
+        if done == 4:
             raise KeyboardInterrupt
 
     with GraphedDecoder(module, PLAN) as decoder:
@@ -484,9 +487,9 @@ def test_a_bucket_that_fails_leaves_the_others(always: bool) -> None:
         assert "4x5: eager: RuntimeError: no 5 frames" in str(report)
         assert check(decoder, codes_for(module, 4, 8)).kind == "exact"
         assert check(decoder, codes_for(module, 1, 4)).buckets == (Bucket(Shape(1, 8)),)
-    with GraphedDecoder(module, PLAN) as decoder:
-        with pytest.raises(RuntimeError, match=r"strict=True\): 4 of 6 buckets captured(.|\n)*1x5: eager: RuntimeError: no 5 frames"):
-            decoder.warmup(strict=True)
+    text = r"strict=True\): 4 of 6 buckets captured(.|\n)*1x5: eager: RuntimeError: no 5 frames"
+    with GraphedDecoder(module, PLAN) as decoder, pytest.raises(RuntimeError, match=text):
+        decoder.warmup(strict=True)
 
 
 def test_a_host_read_of_the_codes_means_no_graphs_and_a_report_that_says_so() -> None:
@@ -582,8 +585,7 @@ def parametrization(module: nn.Module) -> None:
 
 
 def method(module: nn.Module) -> None:
-    inner = module.upsample.forward
-    module.upsample.forward = lambda x: inner(x) * 2
+    module.upsample.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, module.upsample)
 
 
 CHANGES = [rebind, data, move, assign, submodule, buffer, hook, parametrization, method]
@@ -854,7 +856,10 @@ def test_a_plan_made_for_another_model_says_so() -> None:
     module = tiny()
     plan = BucketPlan.grid([1], [5])
     plan = BucketPlan(plan.plain, made_for={"model": "Other", "dtype": "float32"})
-    with GraphedDecoder(module, plan) as decoder, pytest.warns(UserWarning, match="the plan was made for model 'Other', here it is 'TinyDecoder'"):
+    with (
+        GraphedDecoder(module, plan) as decoder,
+        pytest.warns(UserWarning, match="the plan was made for model 'Other', here it is 'TinyDecoder'"),
+    ):
         decoder.warmup()
 
 
@@ -891,14 +896,15 @@ def test_compiled_buckets_serve_before_plain_ones(traced: None) -> None:
         assert check(decoder, codes_for(module, 5, 8)).compiled
 
 
-def test_a_compile_failure_falls_back_to_plain(traced: None) -> None:
-    class NoCompiler(TinyDecoder):
-        def forward(self, codes: Tensor) -> Tensor:
-            if torch.compiler.is_compiling() and codes.shape[-1] == 5:
-                raise NotImplementedError("no compiler for 5 frames")
-            return super().forward(codes)
+def test_a_compile_failure_falls_back_to_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        if any(x.shape[-1] == 5 for x in inputs if x.dtype == torch.int64 and x.dim() == 3):
+            raise NotImplementedError("no compiler for 5 frames")
+        return graph.forward
 
-    module = NoCompiler(tiny().config).eval().requires_grad_(False)
+    monkeypatch.setattr(decoder_module, "compile_module", lambda module: torch.compile(module, dynamic=False, backend=backend))
+    torch._dynamo.reset()
+    module = tiny()
     with GraphedDecoder(module, BucketPlan.grid([1], [2, 5], compiled=[(1, 2), (1, 5)])) as decoder:
         report = decoder.warmup()
         [row] = report.failed

@@ -123,8 +123,9 @@ def test_a_buffer_that_only_counts_is_state():
 
 
 @pytest.mark.parametrize("shift", [1, -1])
-def test_a_row_that_sees_its_neighbour_is_found_on_either_side(shift):
-    facts = probe(Made(lambda module, codes: spread(codes) + 0.01 * spread(codes).roll(shift, 0)), reach=0)
+@pytest.mark.parametrize("share", [0.1, 1e-6])
+def test_a_row_that_sees_its_neighbour_is_found_on_either_side(shift, share):
+    facts = probe(Made(lambda module, codes: spread(codes) + share * spread(codes).roll(shift, 0)), reach=0)
     assert not facts.rows_independent
 
 
@@ -156,6 +157,7 @@ def test_frames_mirrored_into_the_padding_are_a_lookahead():
 
     facts = probe(Made(forward), reach=6)
     assert (facts.causal, facts.lookahead, facts.receptive_field) == (False, 4, 4)
+    assert probe(Made(forward), reach=0).lookahead == 4
 
 
 def test_a_silent_decoder_is_not_called_causal():
@@ -186,6 +188,16 @@ def test_the_module_is_left_as_it_was():
     assert "late" not in module._buffers and torch.equal(torch.get_rng_state(), random)
 
 
+def test_a_decoder_may_write_to_its_codes():
+    def forward(module, codes):
+        audio = spread(codes)
+        codes.zero_()
+        return audio
+
+    facts = probe(Made(forward), reach=4)
+    assert facts.causal and facts.deterministic and facts.rows_independent and facts.receptive_field == 0
+
+
 def test_an_error_leaves_the_module_as_it_was_and_says_which_call():
     module = models.tiny(counter=True).train()
     module.raise_in = 3
@@ -205,9 +217,14 @@ def test_in_any_mode(mode):
 
 
 def test_buffers_born_in_inference_mode():
+    @torch.inference_mode()
+    def forward(module, codes):
+        return spread(codes) + module.count.add_(1)
+
     with torch.inference_mode():
-        module = Made(lambda module, codes: spread(codes) + module.count)
-    assert module.count.is_inference() and probe(module, reach=0).causal
+        module = Made(forward)
+    facts = probe(module, reach=0)
+    assert facts.causal and facts.stateful and module.count.is_inference() and module.count == 0
 
 
 @pytest.mark.parametrize(

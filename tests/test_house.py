@@ -18,7 +18,7 @@ PACKAGE = ROOT / "omnigraph"
 # fmt: off
 FLOORS = [
     "_files", "_needs", "_provenance", "shapes", "trace", "stats", "chunks", "packing", "_record", "graph", "facts",
-    "decoder", "streaming", "prefix", "compare", "driving", "profile", "recorded", "serving", "planner", "sweeping",
+    "streaming", "decoder", "prefix", "compare", "driving", "profile", "recorded", "serving", "planner", "sweeping",
     "models", "figures", "widgets", "__main__",
 ]
 # fmt: on

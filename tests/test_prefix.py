@@ -17,8 +17,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import omnigraph._prefix_entry
-import omnigraph.prefix
+import omnigraph._prefix_entries
+from omnigraph._prefix_entry import ALIGNMENT
 from omnigraph.graph import capture
 from omnigraph.models._qwen_adapter import QwenImageAdapter
 from omnigraph.models._qwen_image import ImageRequest, decode, denoise, image_request, prefill, qwen_image
@@ -31,7 +31,9 @@ TIME = torch.tensor([0.75])
 class Run:
     """One request in the middle of its denoising."""
 
-    def __init__(self, model: nn.Module, cache: DecodeGraphCache | None = None, seed: int = 0, size: tuple[int, int] = (4, 4), **more: Any) -> None:
+    def __init__(
+        self, model: nn.Module, cache: DecodeGraphCache | None = None, seed: int = 0, size: tuple[int, int] = (4, 4), **more: Any
+    ) -> None:
         self.model, self.request = model, image_request(model, size, text_tokens=more.pop("text", 6), seed=seed, **more)
         self.velocity, self.prefix = prefill(model, self.request, "conditional", self.request.latents, TIME)
         self.refused = cache.register_prefill(self.prefix) if cache is not None else None
@@ -49,8 +51,11 @@ class Run:
 
 
 @pytest.fixture
-def model() -> nn.Module:
-    return qwen_image("small", seed=1)
+def model() -> Iterator[nn.Module]:
+    from diffusers import attention_backend
+
+    with attention_backend("native"):  # setting one on a model sets it for the process, too
+        yield qwen_image("small", seed=1)
 
 
 @pytest.fixture
@@ -158,7 +163,7 @@ def test_under_eager_contention_the_first_owns_the_key_until_it_is_gone(model: n
 
 def test_an_unchanged_prefix_is_copied_once_and_a_written_one_again(model: nn.Module, cache: DecodeGraphCache) -> None:
     run = Run(model, cache)
-    before = [run.step(cache, time) for time in (0.6, 0.5, 0.4)][0]
+    before, *_ = [run.step(cache, time) for time in (0.6, 0.5, 0.4)]
     assert cache.copies == 1
     run.prefix.layers[2][1].mul_(-1)
     after = run.step(cache, 0.6)
@@ -308,7 +313,7 @@ def test_memory_by_entry(model: nn.Module, cache: DecodeGraphCache) -> None:
 def test_clear_frees_the_buffers_and_a_request_may_register_again(model: nn.Module, cache: DecodeGraphCache) -> None:
     run = Run(model, cache)
     run.step(cache)
-    kept = ref(cache._entries[cache.keys[0]].buffers.hidden)
+    kept = ref(cache._entries.live[cache.keys[0]].buffers.hidden)
     cache.clear()
     gc.collect()
     assert kept() is None
@@ -410,13 +415,13 @@ def test_a_failed_allocation_marks_its_key_until_memory_comes_back(model: nn.Mod
 
 
 def test_marks_are_bounded_and_take_no_place_of_an_entry(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(omnigraph.prefix, "MAX_FAILED", 2)
+    monkeypatch.setattr(omnigraph._prefix_entries, "MAX_FAILED", 2)
     cache = DecodeGraphCache(Failing(model, "step"), max_entries=2)
     good = Run(model, cache, text=6)
     good.step(cache)
     for size in ((2, 2), (2, 4), (4, 2)):
         assert Run(model, cache, text=5, size=size).step(cache) is None
-    assert len(cache._failed) == 2
+    assert len(cache._entries.failed) == 2
     assert [key.prefix_tokens for key in cache.keys] == [6]
     assert good.step(cache) is not None
 
@@ -443,6 +448,7 @@ def test_padded_text_at_prefill_and_again_at_decode(model: nn.Module, cache: Dec
     assert padded.step(cache) is None  # though its key is registered by now
     assert last_reason(cache) is Fallback.PADDED_TEXT
     assert whole.step(cache) is not None
+    assert replace(padded.prefix, branch="negative").padded
     all_valid = torch.ones(1, 6, dtype=torch.bool)
     assert not Prefix("conditional", whole.prefix.layers, whole.prefix.layout, text_mask=all_valid).padded
 
@@ -495,11 +501,13 @@ def test_within_torch_compile(model: nn.Module, cache: DecodeGraphCache) -> None
         found = cache.try_decode(run.prefix, latents, TIME)
         return latents * 2 if found is None else found
 
+    cache.stats.reset()
     torch.compiler.reset()
     found = torch.compile(traced, backend="eager")(run.request.latents)
-    served = torch.equal(found, decode(model, run.request, run.prefix, run.request.latents, TIME))
-    assert served or torch.equal(found, run.request.latents * 2)
-    assert sum(cache.stats.fallbacks.values()) + cache.stats.hits == cache.stats.calls
+    assert torch.equal(found, run.request.latents * 2)
+    assert last_reason(cache) is Fallback.COMPILING
+    assert cache.register_prefill(run.prefix) is None
+    assert run.step(cache) is not None
 
 
 def test_other_switches_than_at_the_capture(model: nn.Module, cache: DecodeGraphCache) -> None:
@@ -541,11 +549,7 @@ def test_replaced_weights_never_give_stale_output(model: nn.Module, cache: Decod
     assert cache.keys == ()
     new = Run(model, cache)
     assert new.step(cache) is not None
-    assert last_or_none(cache) is None
-
-
-def last_or_none(cache: DecodeGraphCache) -> Fallback | None:
-    return next(iter(cache.stats.fallbacks), None)
+    assert not cache.stats.fallbacks
 
 
 def test_weights_updated_in_place_are_read_by_the_next_replay(model: nn.Module, cache: DecodeGraphCache) -> None:
@@ -590,7 +594,7 @@ def test_parametrizations_are_wrappers_too(model: nn.Module, cache: DecodeGraphC
 def forbids(model: nn.Module, cache: DecodeGraphCache, reason: Fallback) -> None:
     """A change that just happened sends the next step eager, drops entries, and keeps new requests out."""
     assert cache.keys, "there was an entry to drop"
-    [entry] = cache._entries.values()
+    [entry] = cache._entries.live.values()
     owner = Run(model)
     assert cache.try_decode(owner.prefix, owner.request.latents, TIME) is None
     assert last_reason(cache) is reason
@@ -680,11 +684,7 @@ def test_offload_hooks_with_persistent_staging_are_held_to_their_addresses(model
     assert run.step(cache) is not None
     staging.bring(here=True, elsewhere=True)
     assert run.step(cache) is None
-    assert last_reason_of_two(cache) is Fallback.MODULE_CHANGED
-
-
-def last_reason_of_two(cache: DecodeGraphCache) -> Fallback:
-    return list(cache.stats.fallbacks)[-1]
+    assert last_reason(cache) is Fallback.MODULE_CHANGED
 
 
 @pytest.fixture
@@ -755,7 +755,7 @@ def test_every_reason_of_decode_graphs_is_provoked_in_this_file() -> None:
     from pathlib import Path
 
     text = Path(__file__).read_text()
-    general = {"DISABLED", "NOT_WARMED_UP", "NO_BUCKET", "TOO_MUCH_PADDING", "EAGER_IS_FASTER", "PADDING_UNSAFE", "UNSAFE_MODULE", "COMPILING"}
+    general = {"DISABLED", "NOT_WARMED_UP", "NO_BUCKET", "TOO_MUCH_PADDING", "EAGER_IS_FASTER", "PADDING_UNSAFE", "UNSAFE_MODULE"}
     missing = [name for name in Fallback.__members__ if name not in general and f"Fallback.{name}" not in text]
     assert missing == []
 
@@ -794,7 +794,7 @@ def test_buffers_are_one_allocation_in_which_nothing_overlaps(model: nn.Module) 
         tensor.fill_(n + 1)
     assert all(bool((tensor == n + 1).all()) for n, tensor in enumerate(flat))
     assert {tensor.untyped_storage().data_ptr() for tensor in flat} == {buffers.hidden.untyped_storage().data_ptr()}
-    assert all(tensor.data_ptr() % omnigraph._prefix_entry._ALIGNMENT == buffers.hidden.data_ptr() % omnigraph._prefix_entry._ALIGNMENT for tensor in flat)
+    assert all((tensor.data_ptr() - buffers.hidden.data_ptr()) % ALIGNMENT == 0 for tensor in flat)
     assert [(t.shape, t.dtype) for t in flat[2:]] == [(t.shape, t.dtype) for t in run.prefix.tensors]
 
 

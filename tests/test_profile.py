@@ -265,3 +265,25 @@ def test_on_a_gpu_a_replay_of_a_small_call_is_faster() -> None:
     assert found.plain[Shape(1, 4)].ms < found.eager[Shape(1, 4)].ms
     assert found.compiled[Shape(1, 4)].seconds > found.plain[Shape(1, 4)].seconds
     assert found.plain[Shape(1, 4)].bytes_alone > 0
+
+
+SHIPPED = sorted((Path(__file__).parents[1] / "data" / "profiles").glob("*.json"))
+
+
+@pytest.mark.skipif(not SHIPPED, reason="no profile in data/profiles yet: python data/profiles/measure.py makes one")
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_profiles_are_whole(path: Path) -> None:
+    shipped = Profile.load(path)
+    assert shipped.failed == {}
+    assert shipped.plain.keys() == shipped.eager.keys()
+    lengths = {b: sorted(s.frames for s in shipped.eager if s.batch == b) for b, _ in shipped.eager}
+    assert all(len(own) >= 8 for own in lengths.values())
+    assert len(lengths[1]) >= 20
+    assert (lengths[1][0], lengths[1][-1]) == (1, 325)
+    assert {"device", "driver", "torch", "dtype", "model", "config", "commit", "date", "method"} <= shipped.provenance.keys()
+    for p in shipped.points:
+        assert p.spread > 0
+        assert p.repeats >= LEAST
+        assert p.how == "eager" or p.bytes_alone >= p.bytes_marginal > 0
+        longer = [q.ms for q in shipped.points if (q.how, q.shape.batch) == (p.how, p.shape.batch) and q.shape.frames > p.shape.frames]
+        assert p.ms <= 1.25 * min(longer, default=p.ms), f"{p.shape} {p.how} is slower than a longer call"

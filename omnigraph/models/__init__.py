@@ -1,7 +1,9 @@
-"""Decoders to try things on. What needs transformers imports it when called."""
+"""Decoders to try things on. What needs transformers or diffusers imports it when called."""
 
 from omnigraph.models._code2wav import code2wav
 from omnigraph.models._codecs import dac, encodec, mimi
+from omnigraph.models._qwen_adapter import QwenImageAdapter
+from omnigraph.models._qwen_image import qwen_image
 from omnigraph.models._tiny import TinyDecoder, tiny
 
-__all__ = ["TinyDecoder", "code2wav", "dac", "encodec", "mimi", "tiny"]
+__all__ = ["QwenImageAdapter", "TinyDecoder", "code2wav", "dac", "encodec", "mimi", "qwen_image", "tiny"]

@@ -94,13 +94,12 @@ class QwenImageAdapter:
             if offloading and self.persistent_staging and part is self.module and len(names) <= 1:
                 continue
             forward = attributes.get("forward")  # after removing hooks, both put the class's own method here
+            replaced = forward is not None and getattr(forward, "__func__", None) is not type(part).forward
             if offloading:
                 found.add(Fallback.OFFLOAD_HOOKS)
             elif names and not any("cast" in name for name in names):
                 found.add(Fallback.CACHE_HOOKS)
-            elif (
-                part._forward_hooks or part._forward_pre_hooks or getattr(forward, "__func__", type(part).forward) is not type(part).forward
-            ):
+            elif part._forward_hooks or part._forward_pre_hooks or replaced:
                 found.add(Fallback.FORWARD_HOOKS)
         return next((reason for reason in (Fallback.OFFLOAD_HOOKS, Fallback.CACHE_HOOKS, Fallback.FORWARD_HOOKS) if reason in found), None)
 
