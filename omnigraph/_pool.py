@@ -34,25 +34,39 @@ def capturing(device: torch.device) -> bool:
 
 
 # Read before each replay, so in C: the public getters of some of these are Python properties of a microsecond or two each.
-_SWITCHES = (
+_ALWAYS = (
     torch.get_default_dtype,
     torch._C._get_deterministic_algorithms,
-    torch._C._get_float32_matmul_precision,
-    torch._C._get_cudnn_enabled,
-    torch._C._get_cudnn_allow_tf32,
-    torch._C._get_cudnn_deterministic,
-    torch._C._get_cudnn_benchmark,
-    torch._C._get_mkldnn_enabled,
     torch._C._get_math_sdp_enabled,
     torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
 )
+_SWITCHES: dict[str, tuple[Callable[[], object], ...]] = {
+    "cpu": (*_ALWAYS, torch._C._get_mkldnn_enabled),
+    "cuda": (
+        *_ALWAYS,
+        torch._C._get_mem_efficient_sdp_enabled,
+        torch._C._get_cudnn_sdp_enabled,
+        torch._C._get_cudnn_enabled,
+        torch._C._get_cudnn_deterministic,
+        torch._C._get_cudnn_benchmark,
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    ),
+}
+# Of float32. This getter knows of the old switches (allow_tf32 and others), while theirs raise once a new one was used.
+_PRECISIONS = {kind: [(backend, op) for op in ("matmul", "conv", "rnn")] for kind, backend in (("cuda", "cuda"), ("cpu", "mkldnn"))}
 
 
 def environment(device: torch.device) -> tuple[object, ...]:
     """The global switches under which a callable runs other kernels, or returns another dtype; equal tuples mean the same."""
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return (autocast, *[switch() for switch in _SWITCHES])
+    kind = device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    precisions = [torch._C._get_fp32_precision_getter(*operation) for operation in _PRECISIONS.get(kind, ())]
+    return (
+        autocast,
+        *[switch() for switch in _SWITCHES.get(kind, _ALWAYS)],
+        *["ieee" if precision == "none" else precision for precision in precisions],  # two names for the same
+    )
 
 
 class Pool:

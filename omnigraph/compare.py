@@ -91,14 +91,15 @@ class Comparison:
 @contextmanager
 def _full_precision() -> Iterator[None]:
     """float32 as float32: no tf32 in convolutions and products."""
-    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    operations = [(backend, operation) for backend in ("cuda", "mkldnn") for operation in ("matmul", "conv", "rnn")]
+    kept = [torch._C._get_fp32_precision_getter(*operation) for operation in operations]  # knows of the old switches too
     try:
+        for operation in operations:
+            torch._C._set_fp32_precision_setter(*operation, "ieee")
         yield
     finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = tf32
+        for operation, precision in zip(operations, kept, strict=True):
+            torch._C._set_fp32_precision_setter(*operation, precision)
 
 
 class Reference:

@@ -1,4 +1,4 @@
-"""Figures from DataFrames: each a plain `plotly` figure with units on its axes and the source of its numbers below it."""
+"""Figures from DataFrames: each a plain `plotly` figure with units on its axes and the source of its numbers under its title."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _go() -> Any:
 
 
 def _finish(figure: go.Figure, title: str, x: str, y: str, source: str, **more: Any) -> go.Figure:
-    """Title, axes with units, and where the numbers are from."""
-    figure.update_layout(
-        title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", height=420, margin={"t": 60, "b": 95, "l": 70, "r": 20}, **more
+    """Title with the source of the numbers under it, and axes with units."""
+    heading = {"text": title, "subtitle": {"text": source, "font": {"size": 11, "color": "#555"}}}
+    margin = {"t": 80, "b": 60, "l": 70, "r": 20}
+    return figure.update_layout(
+        title=heading, xaxis_title=x, yaxis_title=y, template="plotly_white", height=420, margin=margin, legend={"orientation": "v"}, **more
     )
-    figure.add_annotation(text=source, xref="paper", yref="paper", x=0, y=-0.27, showarrow=False, font={"size": 11, "color": "#555"})
-    return figure
 
 
 def latency_by_shape(frame: pd.DataFrame, source: str) -> go.Figure:
@@ -59,8 +59,8 @@ def latency_by_shape(frame: pd.DataFrame, source: str) -> go.Figure:
                 hovertemplate="%{x}: %{y:.2f} ms<br>%{customdata[0]}, %{customdata[1]}<br>%{customdata[2]} calls",
             )
         )
-    figure = _finish(figure, "Latency by shape", "call (batch x frames)", "ms a call, median and quartiles", source)
-    return figure.update_yaxes(rangemode="tozero")
+    figure = _finish(figure, "Latency by shape", "call (batch x frames)", "ms a call (log), median and quartiles", source)
+    return figure.update_yaxes(type="log", dtick="D2").update_xaxes(type="category")
 
 
 def outcomes_by_frames(frame: pd.DataFrame, source: str) -> go.Figure:
@@ -75,8 +75,10 @@ def outcomes_by_frames(frame: pd.DataFrame, source: str) -> go.Figure:
     for kind in ("exact", "padded", "split", "fallback"):
         part = counts[counts["kind"] == kind]
         if len(part):
-            figure.add_trace(go.Bar(x=part["frames"], y=part["calls"], name=kind, marker_color=COLOURS[kind]))
-    return _finish(figure, "How calls were served", "frames of the call", "calls", source, barmode="stack")
+            figure.add_trace(go.Bar(x=part["frames"].astype(str), y=part["calls"], name=kind, marker_color=COLOURS[kind]))
+    figure = _finish(figure, "How calls were served", "frames of the call", "calls", source, barmode="stack")
+    lengths = [str(n) for n in sorted(counts["frames"].unique())]
+    return figure.update_xaxes(type="category", categoryorder="array", categoryarray=lengths)
 
 
 def memory_by_bucket(frame: pd.DataFrame, source: str) -> go.Figure:

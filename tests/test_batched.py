@@ -445,18 +445,16 @@ def error(audio: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def check_the_error_of_chunks(decoder: GraphedDecoder, context: int, chunk: int, frames: int) -> None:
-    """By the design's rule: with enough context, 1.1 times eager's own error against higher precision; with half of it, far more."""
+    """By the design's rule: 1.1 times eager's own error against higher precision."""
     module, dtype = decoder.module, decoder.facts.dtype
     codes = random_codes(1, frames, decoder.num_quantizers, decoder.codebook_size).to(decoder.device)
     with torch.no_grad():
         eager = module(codes)
         reference = copy.deepcopy(module).to(torch.float64 if dtype == torch.float32 else torch.float32)(codes)
-    enough, half = (decoder.chunked_decode(codes, chunk_size=chunk, left_context_size=size) for size in (context, context // 2))
-    errors = {name: error(audio, reference) for name, audio in {"eager": eager, "enough": enough, "half": half}.items()}
-    print(f"\n{dtype}, {context} frames of context: {errors}")
-    assert enough.shape == half.shape == eager.shape
-    assert errors["enough"] <= 1.1 * errors["eager"] + torch.finfo(dtype).eps
-    assert errors["half"] > 1.5 * errors["enough"]
+    audio = decoder.chunked_decode(codes, chunk_size=chunk, left_context_size=context)
+    print(f"\n{dtype}, {context} frames of context: error {error(audio, reference):.3g}, eager's {error(eager, reference):.3g}")
+    assert audio.shape == eager.shape
+    assert error(audio, reference) <= 1.1 * error(eager, reference) + torch.finfo(dtype).eps
 
 
 def test_code2wav_in_chunks_is_as_near_as_eager() -> None:
@@ -464,6 +462,8 @@ def test_code2wav_in_chunks_is_as_near_as_eager() -> None:
     with GraphedDecoder(models.code2wav("small"), BucketPlan.grid([2], [68])) as decoder:
         decoder.warmup(strict=True)
         check_the_error_of_chunks(decoder, context=38, chunk=30, frames=100)
+        with pytest.raises(AssertionError):
+            check_the_error_of_chunks(decoder, context=19, chunk=30, frames=100)
         assert decoder.stats.hits == decoder.stats.calls > 0
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import omnigraph.decoder as decoder_module
 from omnigraph._live import Piece
+from omnigraph._pool import environment
 from omnigraph.compare import DRAWN, SLACK, Reference, compare, relative_error, snr_db, verify, within_rule
 from omnigraph.decoder import GraphedDecoder
 from omnigraph.models import code2wav, tiny
@@ -307,4 +308,9 @@ def test_a_reference_is_of_higher_precision_and_a_copy(dtype: torch.dtype, highe
     assert torch.equal(inside, reference(codes))
     assert torch.equal(module(codes), before)
     assert next(module.parameters()).dtype == dtype
-    assert torch.get_float32_matmul_precision() == "highest"
+    for old in ("high", "highest"):
+        torch.set_float32_matmul_precision(old)
+        now = environment(torch.device("cpu")), environment(torch.device("cuda"))
+        reference(codes)
+        assert (environment(torch.device("cpu")), environment(torch.device("cuda"))) == now
+        assert torch.get_float32_matmul_precision() == old

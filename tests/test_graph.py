@@ -381,6 +381,44 @@ def test_environment_tells_the_switches_apart() -> None:
     assert environment(cpu) == usual
 
 
+@contextmanager
+def precision(backend: str, operation: str, value: str) -> Iterator[None]:
+    kept = torch._C._get_fp32_precision_getter(backend, operation)
+    torch._C._set_fp32_precision_setter(backend, operation, value)
+    try:
+        yield
+    finally:
+        torch._C._set_fp32_precision_setter(backend, operation, kept)
+
+
+def test_environment_knows_both_kinds_of_precision_switches() -> None:
+    """Torch's old ones raise as soon as one of the new ones was used."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    usual, usual_cuda = environment(cpu), environment(cuda)
+    for new in (("mkldnn", "matmul", "bf16"), ("mkldnn", "conv", "bf16")):
+        with precision(*new):
+            assert environment(cpu) != usual
+            assert environment(cuda) == usual_cuda
+    for new in (("cuda", "conv", "ieee"), ("cuda", "matmul", "tf32")):
+        with precision(*new):
+            assert environment(cpu) == usual
+            assert environment(cuda) != usual_cuda
+    torch.set_float32_matmul_precision("highest")  # as it is
+    assert (environment(cpu), environment(cuda)) == (usual, usual_cuda)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert environment(cpu) != usual
+        assert environment(cuda) != usual_cuda
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        assert environment(cpu) == usual
+        assert environment(cuda) != usual_cuda
+    finally:
+        torch.backends.cudnn.allow_tf32 = True
+
+
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on a CPU needs a C++ compiler (g++), none is here")
 
 

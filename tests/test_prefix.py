@@ -21,7 +21,8 @@ import omnigraph._prefix_entries
 from omnigraph._prefix_entry import ALIGNMENT
 from omnigraph.graph import capture
 from omnigraph.models._qwen_adapter import QwenImageAdapter
-from omnigraph.models._qwen_image import ImageRequest, decode, denoise, image_request, prefill, qwen_image
+from omnigraph.models._qwen_image import qwen_image
+from omnigraph.models.diffusion import ImageRequest, decode, denoise, image_request, prefill
 from omnigraph.prefix import DecodeBuffers, DecodeGraphCache, DecodeGraphKey, Prefix
 from omnigraph.stats import Fallback
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from omnigraph.compare import relative_error, within_rule
 from omnigraph.graph import flush
 from omnigraph.models._qwen_adapter import QwenImageAdapter
-from omnigraph.models._qwen_image import decode, denoising, image_request, prefill, qwen_image
+from omnigraph.models._qwen_image import qwen_image
+from omnigraph.models.diffusion import decode, denoising, image_request, prefill
 from omnigraph.prefix import DecodeBuffers, DecodeGraphCache
 from omnigraph.stats import Fallback
 

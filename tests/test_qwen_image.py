@@ -13,8 +13,9 @@ from torch import nn
 
 from omnigraph.compare import relative_error, within_rule
 from omnigraph.models._qwen_adapter import QwenImageAdapter
-from omnigraph.models._qwen_image import decode, denoise, denoising, image_request, prefill, qwen_image
+from omnigraph.models._qwen_image import qwen_image
 from omnigraph.models._weights import OUTPUT_RMS
+from omnigraph.models.diffusion import decode, denoise, denoising, image_request, prefill
 from omnigraph.prefix import DecodeBuffers, DecodeGraphCache
 
 MODEL = qwen_image("small")

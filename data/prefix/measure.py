@@ -23,7 +23,7 @@ import omnigraph as og
 from omnigraph._files import write_json
 from omnigraph._provenance import provenance
 from omnigraph.graph import flush
-from omnigraph.models._qwen_image import denoising, image_request
+from omnigraph.models.diffusion import denoising, image_request
 from omnigraph.models.qwen_bench import Case, contention_times, spread, step_times
 from omnigraph.prefix import DecodeGraphCache
 

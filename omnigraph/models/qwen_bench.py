@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from omnigraph._needs import need
 from omnigraph.compare import relative_error, within_rule
 from omnigraph.models._qwen_adapter import QwenImageAdapter
-from omnigraph.models._qwen_image import decode, image_request, prefill
+from omnigraph.models.diffusion import decode, image_request, prefill
 from omnigraph.prefix import DecodeGraphCache
 
 if TYPE_CHECKING:

@@ -342,6 +342,13 @@ def test_environment_tells_the_switches_apart() -> None:
     finally:
         torch.set_float32_matmul_precision(precision)
     assert environment(DEVICE) == usual
+    kept = torch.backends.cudnn.conv.fp32_precision
+    try:
+        torch.backends.cudnn.conv.fp32_precision = "ieee" if kept == "tf32" else "tf32"
+        assert environment(DEVICE) != usual  # and does not raise, as torch's own old getters now do
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = kept
+    assert environment(DEVICE) == usual
 
 
 def test_inputs_on_the_cpu_are_refused() -> None:
