@@ -6,14 +6,21 @@ from omnigraph import models
 from omnigraph._files import FileError
 from omnigraph._pool import Pool
 from omnigraph._warmup import BucketReport, CaptureReport
+from omnigraph.chunks import Chunk, Chunking, schedule
 from omnigraph.compare import Comparison, verify
 from omnigraph.decoder import GraphedDecoder
 from omnigraph.driving import Driven, drive
 from omnigraph.facts import DecoderFacts, probe
 from omnigraph.graph import CapturedGraph, CaptureError, capture
+from omnigraph.planner import PlanReport, plan_buckets
+from omnigraph.prefix import DecodeAdapter, DecodeBuffers, DecodeGraphCache, DecodeGraphKey, Prefix
+from omnigraph.profile import Profile
+from omnigraph.serving import Served, load_curve, saturates_at, settle, simulate
 from omnigraph.shapes import Bucket, BucketPlan, Route, Shape, route
 from omnigraph.stats import Fallback, Outcome, ReplayStats
-from omnigraph.trace import Trace
+from omnigraph.streaming import StreamSession
+from omnigraph.sweeping import Job, sweep
+from omnigraph.trace import Trace, load_calls, save_calls
 
 __version__ = "0.1.0"
 
@@ -24,22 +31,43 @@ __all__ = [
     "CaptureError",
     "CaptureReport",
     "CapturedGraph",
+    "Chunk",
+    "Chunking",
     "Comparison",
+    "DecodeAdapter",
+    "DecodeBuffers",
+    "DecodeGraphCache",
+    "DecodeGraphKey",
     "DecoderFacts",
     "Driven",
     "Fallback",
     "FileError",
     "GraphedDecoder",
+    "Job",
     "Outcome",
+    "PlanReport",
     "Pool",
+    "Prefix",
+    "Profile",
     "ReplayStats",
     "Route",
+    "Served",
     "Shape",
+    "StreamSession",
     "Trace",
     "capture",
     "drive",
+    "load_calls",
+    "load_curve",
     "models",
+    "plan_buckets",
     "probe",
     "route",
+    "saturates_at",
+    "save_calls",
+    "schedule",
+    "settle",
+    "simulate",
+    "sweep",
     "verify",
 ]

@@ -122,14 +122,15 @@ def memory_by_entry(frame: pd.DataFrame, source: str) -> go.Figure:
         source: device, date, measured or recorded.
     """
     go = _go()
-    names = [f"{row.branch}, {row.prefix_tokens} before<br>{row.layout}" for row in frame.itertuples()]
+    names = [f"{row.branch} {row.batch}x{row.prefix_tokens}<br>{row.layout}" for row in frame.itertuples()]
+    buffers, added = frame["mib"] - frame["graph_mib"], frame["graph_mib"]
     figure = go.Figure(
         [
-            go.Bar(x=names, y=frame["mib"] - frame["graph_mib"], name="buffers: prefix copy, latents", marker_color=COLOURS["replay"]),
-            go.Bar(x=names, y=frame["graph_mib"], name="added to the shared pool", marker_color=COLOURS["memory"]),
+            go.Bar(y=names, x=buffers, name="buffers: prefix copy, latents", orientation="h", marker_color=COLOURS["replay"]),
+            go.Bar(y=names, x=added, name="added to the shared pool", orientation="h", marker_color=COLOURS["memory"]),
         ]
     )
-    return _finish(figure, "Memory by entry", "", "MiB", source, barmode="stack")
+    return _finish(figure, "Memory by entry", "MiB", "", source, barmode="stack").update_yaxes(automargin=True)
 
 
 def outcomes_by_key(frame: pd.DataFrame, source: str) -> go.Figure:
@@ -140,8 +141,8 @@ def outcomes_by_key(frame: pd.DataFrame, source: str) -> go.Figure:
         source: device, date, measured or recorded.
     """
     go, figure = _go(), _go().Figure()
-    for kind, part in frame.assign(served=frame["reason"].where(frame["kind"] == "fallback", "replayed")).groupby("served"):
-        figure.add_trace(
-            go.Bar(x=part["call"], y=part["calls"], name=str(kind), marker_color=COLOURS["exact"] if kind == "replayed" else None)
-        )
-    return _finish(figure, "How steps were served", "", "steps", source, barmode="stack")
+    served = frame["reason"].where(frame["kind"] == "fallback", "replayed")
+    for kind, part in frame.assign(served=served).groupby("served"):
+        colour = COLOURS["exact"] if kind == "replayed" else None
+        figure.add_trace(go.Bar(y=part["call"], x=part["calls"], name=str(kind), orientation="h", marker_color=colour))
+    return _finish(figure, "How steps were served", "steps", "", source, barmode="stack").update_yaxes(automargin=True)

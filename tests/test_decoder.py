@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-import omnigraph.decoder as decoder_module
+import omnigraph._owner as owner_module
 from omnigraph import _warmup
 from omnigraph._record import recording
 from omnigraph.compare import Reference, compare
@@ -295,8 +295,7 @@ def test_disabled_and_not_warmed_up_are_counted() -> None:
     codes = codes_for(module, 1, 5)
     decoder = GraphedDecoder(module, PLAN)
     assert check(decoder, codes).reason == Fallback.NOT_WARMED_UP
-    with pytest.raises(RuntimeError, match="call warmup"):
-        _ = decoder.facts
+    assert decoder.facts.causal  # probed now
     decoder.warmup()
     decoder.enabled = False
     assert check(decoder, codes).reason == Fallback.DISABLED
@@ -877,7 +876,7 @@ def test_the_callers_random_numbers_are_left_alone() -> None:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(decoder_module, "compile_module", lambda module: torch.compile(module, dynamic=False, backend="eager"))
+    monkeypatch.setattr(owner_module, "compile_module", lambda module: torch.compile(module, dynamic=False, backend="eager"))
 
 
 def test_compiled_buckets_serve_before_plain_ones(traced: None) -> None:
@@ -902,7 +901,7 @@ def test_a_compile_failure_falls_back_to_plain(monkeypatch: pytest.MonkeyPatch) 
             raise NotImplementedError("no compiler for 5 frames")
         return graph.forward
 
-    monkeypatch.setattr(decoder_module, "compile_module", lambda module: torch.compile(module, dynamic=False, backend=backend))
+    monkeypatch.setattr(owner_module, "compile_module", lambda module: torch.compile(module, dynamic=False, backend=backend))
     torch._dynamo.reset()
     module = tiny()
     with GraphedDecoder(module, BucketPlan.grid([1], [2, 5], compiled=[(1, 2), (1, 5)])) as decoder:
@@ -929,7 +928,7 @@ def test_compiled_code_that_cannot_be_captured_falls_back_to_plain(monkeypatch: 
 
         return compiled
 
-    monkeypatch.setattr(decoder_module, "compile_module", compile_module)
+    monkeypatch.setattr(owner_module, "compile_module", compile_module)
     module = tiny()
     with GraphedDecoder(module, BucketPlan.grid([1], [5], compiled=[(1, 5)])) as decoder:
         [row] = decoder.warmup().failed

@@ -1,0 +1,59 @@
+"""What was measured on a GPU and is kept in data/bench meets the bars that the project sets itself, and says where it is from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omnigraph import FileError, recorded
+
+BENCH = Path(__file__).parents[1] / "data" / "bench"
+CAPTURE = BENCH / "h200_capture.json"
+KEYS = {"device", "driver", "cuda", "torch", "python", "dtype", "model", "config", "parameters", "method", "commit", "date"}
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def capture(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return recorded.capture_bench(CAPTURE, request.param).content
+
+
+def test_every_result_says_where_it_is_from() -> None:
+    for path in BENCH.glob("*.json"):
+        results = json.loads(path.read_text())["results"]
+        assert results
+        for result in results:
+            missing = KEYS - result["provenance"].keys()
+            assert not missing, f"{path.name} lacks {missing}"
+            assert "H200" in result["provenance"]["device"]
+            assert result["provenance"]["commit"] != "unknown"
+
+
+def test_start_up_against_a_plain_loop(capture: dict[str, Any]) -> None:
+    start = capture["startup"]
+    assert len(start["shapes"]) == 33
+    assert start["time_ratio"] <= 0.65
+    assert start["memory_ratio"] <= 0.85
+
+
+def test_host_time_of_a_call(capture: dict[str, Any]) -> None:
+    for row in capture["host"]:
+        assert row["decode_us"]["median"] <= 1.3 * row["bare_us"]["median"], row["shape"]
+
+
+def test_exact_replays_are_bitwise_and_the_rest_within_the_rule(capture: dict[str, Any]) -> None:
+    exact = [row for row in capture["verify"] if row["kind"] == "exact"]
+    other = [row for row in capture["verify"] if row["kind"] != "exact"]
+    assert len(exact) == 33
+    assert all(row["bitwise"] for row in exact)
+    assert {row["kind"] for row in other} == {"padded", "split"}
+    for row in other:
+        assert row["ok"]
+        assert row["error"] <= 1.1 * row["eager_error"] + 2**-7, row
+
+
+def test_a_missing_dtype_is_named() -> None:
+    with pytest.raises(FileError, match="none in float64"):
+        recorded.capture_bench(CAPTURE, "float64")
