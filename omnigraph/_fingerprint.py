@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import repeat
-from operator import contains, itemgetter
+from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-_SAME_IN_TRAINING = {nn.Linear, nn.Conv1d, nn.ConvTranspose1d, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Sequential, nn.SiLU, nn.GELU}
 _REGISTERED = "_parameters", "_buffers", "_modules"
 
 
@@ -37,6 +38,13 @@ def _at(tensors: list[Tensor], addresses: list[int], places: list[int]) -> bool:
 
 # A build for CUDA has this loop in C++, for Inductor's CUDA graphs.
 _same: Callable[[list[Tensor], list[int], list[int]], bool] = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _at)
+
+
+@cache
+def _asks_for_training(kind: type) -> bool:
+    """Does a method of this class, or of one that it inherits from, mention `training`?"""
+    methods = [value for part in kind.__mro__ if part not in (nn.Module, object) for value in vars(part).values()]
+    return any("training" in method.__code__.co_names for method in methods if isinstance(method, FunctionType))
 
 
 class Fingerprint:
@@ -66,7 +74,6 @@ class Fingerprint:
             raise TypeError(f"cannot watch {type(module).__name__} for changes: pass the nn.Module that it was scripted from")
         self._paths = [(path, kind) for path, kind, entries in registered if entries]
         self._entries: list[dict[str, Any]] = [entries for _, _, entries in registered if entries]
-        self._empty: list[dict[str, Any]] = [entries for _, _, entries in registered if not entries]
         self._known = [dict(entries) for entries in self._entries]
         named = [(f"{p}.{n}".lstrip("."), t) for (p, _), entries in zip(self._paths, self._known, strict=True) for n, t in entries.items()]
         self._addressed: list[tuple[str, Tensor, str]] = [(name, t, _layout(t)) for name, t in named if _has_address(t)]
@@ -81,9 +88,10 @@ class Fingerprint:
         self._hooked = [(hooks, dict(hooks)) for hooks in self._hooks if hooks]
         self._hooks_made: int = RemovableHandle.next_id
         self._attributes = [part.__dict__ for part in modules.values()]
-        self._overridden = [*map(dict.get, self._attributes, repeat("forward"))]
-        self._override = any(map(contains, self._attributes, repeat("forward")))
-        self._trainable = [part.__dict__ for part in modules.values() if type(part) not in _SAME_IN_TRAINING]
+        self._forwards = [*map(dict.get, self._attributes, repeat("forward"))]
+        self._overridden = any(self._forwards)
+        self._attribute_count = sum(map(len, self._attributes))
+        self._trainable = [part.__dict__ for part in modules.values() if part is module or _asks_for_training(type(part))]
         self._training = [*map(itemgetter("training"), self._trainable)]
         self._replaced = ""
 
@@ -103,9 +111,7 @@ class Fingerprint:
             return "forward hooks were added, removed or replaced"
         if [*map(itemgetter("training"), self._trainable)] != self._training:
             return "the training mode is another one"
-        # Offloading and caching hooks set a forward method on instances, in place of their class's.
-        overrides = self._override or any(map(contains, self._attributes, repeat("forward")))
-        if overrides and [*map(dict.get, self._attributes, repeat("forward"))] != self._overridden:
+        if self._forward_changed():
             return "a forward method was replaced"
         return None
 
@@ -115,7 +121,7 @@ class Fingerprint:
             same = self._entries == self._known
         except (RuntimeError, TypeError):
             return False
-        return same and not any(self._empty) and all(entries[name] is tensor for entries, name, tensor in self._single)
+        return same and all(entries[name] is tensor for entries, name, tensor in self._single)
 
     def _what_was_replaced(self) -> str:
         for (path, kind), now, known in zip(self._paths, self._entries, self._known, strict=True):
@@ -137,3 +143,11 @@ class Fingerprint:
                 return True
             self._hooks_made = made
         return any(hooks != known for hooks, known in self._hooked)
+
+    def _forward_changed(self) -> bool:
+        """Offloading and caching hooks set `forward` on instances, in place of their class's: an attribute more."""
+        count = sum(map(len, self._attributes))
+        if count == self._attribute_count and not self._overridden:
+            return False
+        self._attribute_count = count
+        return [*map(dict.get, self._attributes, repeat("forward"))] != self._forwards

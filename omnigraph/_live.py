@@ -13,7 +13,7 @@ from omnigraph.facts import DecoderFacts
 from omnigraph.graph import CapturedGraph, flush
 from omnigraph.packing import Packer
 from omnigraph.shapes import Bucket, Cost, Shape, route
-from omnigraph.stats import Fallback, Outcome, outcome
+from omnigraph.stats import Fallback, Outcome, ReplayStats, Tally, outcome
 
 EAGER = {reason: Outcome("fallback", reason=reason) for reason in Fallback}
 
@@ -42,7 +42,12 @@ class Piece(NamedTuple):
     last: int
 
 
-Way = tuple[Outcome, tuple[Piece, ...]]
+class Way(NamedTuple):
+    """How calls of one shape are served: by replaying `pieces`, or eagerly where there are none. `tally` counts them."""
+
+    outcome: Outcome
+    pieces: tuple[Piece, ...]
+    tally: Tally
 
 
 @dataclass
@@ -56,7 +61,7 @@ class Live:
     fingerprint: Fingerprint
     environment: tuple[object, ...]
     ways: dict[tuple[int, int], Way] = field(default_factory=dict)
-    packer: Packer | None = None
+    packer: Packer | None = field(default=None, init=False)
     retired: bool = False
 
     def reason(self, device: torch.device, check_stale: bool) -> Fallback | None:
@@ -76,7 +81,7 @@ class Live:
                 return Fallback.MODULE_CHANGED
         return None
 
-    def way(self, shape: Shape, cost: Cost | None, pads: bool) -> Way | None:
+    def way(self, shape: Shape, cost: Cost | None, pads: bool, stats: ReplayStats) -> Way | None:
         """Route a shape that is seen for the first time, and remember the views that its replays need. None: other graphs are live."""
         facts, pieces, first = self.facts, list[Piece](), 0
         found = route(shape, self.graphs, cost, **allowed(facts, pads))
@@ -92,7 +97,7 @@ class Live:
                 audio = graph.outputs[:rows, :, : facts.samples(shape.frames)]
                 pieces.append(Piece(graph, there, audio, there.shape != graph.inputs[0].shape, first, first + rows))
                 first += rows
-            return self.ways.setdefault(shape, (served, tuple(pieces)))
+            return self.ways.setdefault(shape, Way(served, tuple(pieces), stats.tally(shape, served)))
 
     def poison(self, code: int) -> None:
         """Fill the static buffers with what no correct replay leaves there: for tests of the replays."""

@@ -86,14 +86,15 @@ class Pool:
         self._depth = 0
         if self.backend == "cuda":
             self.stream = torch.cuda.Stream(self.device)
-            self._current = self.stream  # that of the turn before
+            self._index, self._raw_stream = self.device.index, torch._C._cuda_getCurrentRawStream
+            self._current, self._raw = self.stream, self.stream.cuda_stream  # that of the turn before
             self._event: torch.cuda.Event | None = None  # the end of that turn, where it must be kept
             self.handles = [torch.cuda.graph_pool_handle()]
 
     def __enter__(self) -> Pool:
         self.lock.acquire()
         try:
-            if not self._depth and self.backend == "cuda":
+            if not self._depth and self.backend == "cuda" and self._raw_stream(self._index) != self._raw:
                 self._follow()
         except BaseException:
             self.lock.release()
@@ -110,16 +111,15 @@ class Pool:
             self.lock.release()
 
     def _follow(self) -> None:
-        """Let the current stream wait for the turn before; work of the same stream is in order as it is.
+        """Another stream takes its turn: let it wait for the turn before. Work of the same stream is in order as it is.
 
         The wait is for all that the other stream holds by now: no event is recorded at the end of each turn, which would cost every call
         some microseconds. Torch's own streams live for ever; a stream of somebody else's may be gone by then, so there the event is kept.
         """
-        if torch._C._cuda_getCurrentRawStream(self.device.index) != self._current.cuda_stream:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(self._current.record_event() if self._event is None else self._event)
-            self._current = stream
-            self._event = torch.cuda.Event() if stream.stream_id == stream.cuda_stream != 0 else None
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._current.record_event() if self._event is None else self._event)
+        self._current, self._raw = stream, stream.cuda_stream
+        self._event = torch.cuda.Event() if stream.stream_id == stream.cuda_stream != 0 else None
 
     def wait(self) -> None:
         """Block the host until the last turn's work is done."""

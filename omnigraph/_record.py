@@ -144,6 +144,8 @@ class Recorder(TorchDispatchMode):
         self.inputs = {_storage(t) for t in inputs}
         self.depends = self.inputs.union(state)
         self.changed: set[int] = set()
+        self.lifted: set[int] = set()  # constants that each call makes anew, of Python data
+        self.repeats = True  # another call on the same inputs gives the same
         self.keep: list[Any] = []  # every tensor seen: no storage may die, or its address would be given out again
 
     def host_read(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -164,7 +166,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten.lift_fresh.default:  # a constant made of Python data, each call anew: what writes to it must not change it
+        if func is aten.lift_fresh.default:  # what writes to such a constant must not change it
+            self.lifted.add(_storage(args[0]))
             func = aten.clone.default
         schema, given = func._schema, tensors_of((args, kwargs))
         read: Collection[torch.Tensor] = ()
@@ -192,6 +195,7 @@ class Recorder(TorchDispatchMode):
         if before & self.depends:
             self.depends.update(written, (_storage(t) for _, t in made))
         self.changed |= written - self.fresh.keys() - self.inputs
+        self.repeats &= torch.Tag.nondeterministic_seeded not in func.tags and written <= self.fresh.keys()
         self.fresh.update((_storage(t), t.untyped_storage()) for _, t in made)
         if schema.name in _FACTORIES:
             return result
@@ -203,6 +207,12 @@ class Recorder(TorchDispatchMode):
             else:
                 self.steps.append(Step(func, args, kwargs, made))
         return result
+
+    def constants(self, outputs: object) -> dict[int, torch.UntypedStorage]:
+        """The storages that were there before and are read, written to or returned."""
+        seen = [t.untyped_storage() for t in tensors_of((outputs, [(s.args, s.kwargs, s.made) for s in self.steps]))]
+        own = self.fresh.keys() | self.inputs | self.lifted
+        return {int(storage._cdata): storage for storage in seen if storage._cdata not in own}
 
 
 def _record(fn: Callable[..., Any], inputs: Sequence[Any], state: Iterable[int] = ()) -> tuple[Recorder, Any]:
@@ -223,21 +233,36 @@ def _record(fn: Callable[..., Any], inputs: Sequence[Any], state: Iterable[int] 
     return recorder, outputs
 
 
+def _settle(fn: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Recorder, Any]:
+    known, state = _constants(fn, inputs)
+    for _ in range(2):
+        recorder, outputs = _record(fn, inputs, state)
+        found = recorder.constants(outputs)
+        if found.keys() == known.keys():
+            return recorder, outputs
+        known, state = found, recorder.changed
+    raise RuntimeError("each call works on a tensor that no recorded operation made (deepcopy?): clone an existing one instead")
+
+
+def _constants(fn: Callable[..., Any], inputs: Sequence[Any]) -> tuple[dict[int, torch.UntypedStorage], set[int]]:
+    """A first look, of which nothing else is kept: all intermediate tensors of two calls at once could be too much."""
+    recorder, outputs = _record(fn, inputs)
+    return recorder.constants(outputs), recorder.changed
+
+
 class Recording:
     """A callable's operations on fixed memory. `launch` runs them; `outputs` is where the results are, from the first launch on.
 
+    The callable runs twice, or a third time where it filled caches, until two calls find the same constants. The state that it changes
+    is known in the second one, and must not be read on the host either.
+
     Raises:
         HostRead: the callable reads on the host what depends on `inputs`.
-        RuntimeError: it writes to memory that a replay would not find.
+        RuntimeError: it works on memory that each call makes out of the recorder's sight.
     """
 
     def __init__(self, fn: Callable[..., Any], inputs: Sequence[Any], arena: Arena) -> None:
-        recorder, outputs = _record(fn, inputs)
-        if recorder.changed:  # state, which must not be read on the host either: once more, knowing it
-            first = recorder
-            recorder, outputs = _record(fn, inputs, first.changed)
-            if recorder.changed - first.changed:
-                raise RuntimeError("the callable writes to a tensor that each call makes out of sight (deepcopy?): clone one instead")
+        recorder, outputs = _settle(fn, inputs)
         placed = _place(recorder, tensors_of(outputs), arena)
         moved: dict[int, torch.Tensor] = {}
 
@@ -255,6 +280,25 @@ class Recording:
         self.baked, self.retained = recorder.baked, 0
         self.steps = [Step(s.run, *tree_map_only(torch.Tensor, move, (s.args, s.kwargs, s.made))) for s in recorder.steps]
         self.outputs = tree_map_only(torch.Tensor, move, outputs)
+        made = {_storage(t): recorder.fresh[_storage(t)] for t in tensors_of(outputs) if _storage(t) in recorder.fresh}
+        memory = {**made, **{storage: block.untyped_storage() for storage, block in placed.items()}}
+        self._proof = (tensors_of(outputs), list(memory.values())) if recorder.repeats else None
+
+    def proves(self) -> bool:
+        """Does a launch on poisoned memory give what the recorded call gave? Asked once, within a turn. Whoever keeps state passes."""
+        proof, self._proof = self._proof, None
+        if proof is None:
+            return True
+        expected = [_bytes(tensor).clone() for tensor in proof[0]]
+        memory = [torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in proof[1]]
+        kept = [block.clone() for block in memory]  # results of other graphs are valid until one replays
+        for block in memory:
+            block.fill_(255)
+        self.launch()
+        same = all(torch.equal(_bytes(now), then) for now, then in zip(tensors_of(self.outputs), expected, strict=True))
+        for block, content in zip(memory, kept, strict=True):
+            block.copy_(content)
+        return same
 
     def launch(self) -> None:
         """Run the operations again.
@@ -278,6 +322,10 @@ class Recording:
                 if now.shape != there.shape:
                     raise RuntimeError(f"{run} gave the shape {tuple(there.shape)} at the capture and {tuple(now.shape)} now")
                 there.copy_(now)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _place(recorder: Recorder, outputs: Sequence[torch.Tensor], arena: Arena) -> dict[int, torch.Tensor]:

@@ -160,7 +160,7 @@ def _call(
     codes = torch.randint(decoder.codebook_size, size, generator=generator, device="cpu").to(decoder.device)
     if decoder._live is not None:
         decoder._live.poison(decoder.codebook_size - 1)
-    audio, outcome = decoder._serve(codes, decoder.check(codes))
+    audio, outcome, _ = decoder._serve(codes, decoder.check(codes))
     return outcome, audio, decoder.module(codes), reference(codes)
 
 

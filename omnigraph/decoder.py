@@ -15,7 +15,7 @@ from omnigraph._warmup import check_output
 from omnigraph.facts import DecoderFacts, code_space
 from omnigraph.packing import Call, packer
 from omnigraph.shapes import BucketPlan, Cost, Shape
-from omnigraph.stats import Fallback, Outcome, ReplayStats
+from omnigraph.stats import Fallback, Outcome, ReplayStats, Tally
 from omnigraph.streaming import StreamSession, push_many
 
 
@@ -79,32 +79,31 @@ class GraphedDecoder(GraphOwner):
         """
         shape = self.check(codes)
         start = time.perf_counter() if self.latency else 0.0
-        audio, served = self._serve(codes, shape)
+        audio, served, tally = self._serve(codes, shape)
         milliseconds = None
         if self.latency:
             if codes.device.type == "cuda":
                 torch.cuda.synchronize(codes.device)
             milliseconds = (time.perf_counter() - start) * 1e3
-        self.stats.record(Shape(*shape), served, milliseconds)
+        self.stats.count(tally or self.stats.tally(Shape(*shape), served), milliseconds)
         return audio
 
-    def _serve(self, codes: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.Tensor, Outcome]:
-        """The audio of a checked call, and how it was made; not counted."""
+    def _serve(self, codes: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.Tensor, Outcome, Tally | None]:
+        """The audio of a checked call, how it was made, and what counts that, where it is at hand; not counted yet."""
         while True:
             live = self._live
             reason = self._reason(live, codes.device)
             if reason is not None or live is None:
                 facts = None if reason is Fallback.MODULE_CHANGED or live is None else live.facts
-                return self._eager(codes, shape, facts), EAGER[reason or Fallback.NOT_WARMED_UP]
+                return self._eager(codes, shape, facts), EAGER[reason or Fallback.NOT_WARMED_UP], None
             way = self._way(live, shape)
             if way is None:
                 continue
-            served, pieces = way
-            if not pieces:
-                return self._eager(codes, shape, live.facts), served
+            if not way.pieces:
+                return self._eager(codes, shape, live.facts), way.outcome, way.tally
             with live.pool:
                 if not live.retired:  # not replaced while this call waited for its turn
-                    return replay(pieces, codes), served
+                    return replay(way.pieces, codes), way.outcome, way.tally
 
     @torch.no_grad()
     def _eager(self, codes: torch.Tensor, shape: tuple[int, int], facts: DecoderFacts | None) -> torch.Tensor:
@@ -118,7 +117,7 @@ class GraphedDecoder(GraphOwner):
             if reason is not None or live is None:
                 return EAGER[reason or Fallback.NOT_WARMED_UP]
             if (way := self._way(live, shape)) is not None:
-                return way[0]
+                return way.outcome
 
     def _reason(self, live: Live | None, device: torch.device) -> Fallback | None:
         """Why no graph may serve a call on `device` now, whatever its shape."""
@@ -127,7 +126,7 @@ class GraphedDecoder(GraphOwner):
         return Fallback.NOT_WARMED_UP if live is None else live.reason(device, self.check_stale)
 
     def _way(self, live: Live, shape: tuple[int, int]) -> Way | None:
-        return live.ways.get(shape) or live.way(Shape(*shape), self.cost, self.padding != "exact")
+        return live.ways.get(shape) or live.way(Shape(*shape), self.cost, self.padding != "exact", self.stats)
 
     def check(self, codes: torch.Tensor, *, empty: bool = False, values: bool = True) -> tuple[int, int]:
         """`(batch, frames)` of codes that can be decoded.
@@ -148,8 +147,8 @@ class GraphedDecoder(GraphOwner):
             raise self._refusal(codes)
         if (live is None or device != live.pool.device) and device != self.device:
             raise self._refusal(codes)
-        checked = self.check_codes or (self.check_codes is None and device.type == "cpu" and not capturing(device))
-        if checked and values and frames:
+        checked = self.check_codes or (self.check_codes is None and device.type == "cpu")
+        if checked and values and frames and not capturing(device):  # a capture could not read them
             low, high = (int(value) for value in codes.aminmax())
             if low < 0 or high >= self.codebook_size:
                 raise ValueError(f"codes go from 0 to {self.codebook_size - 1}; got {low} to {high}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from omnigraph._needs import need
@@ -92,3 +93,69 @@ def memory_by_bucket(frame: pd.DataFrame, source: str) -> go.Figure:
     taken = frame[frame["captured"] != ""]
     figure = go.Figure(go.Bar(x=taken["captured"], y=taken["mib"], marker_color=COLOURS["memory"], name="added to the pool"))
     return _finish(figure, "Memory by bucket", "bucket (batch x frames), in order of capture", "MiB added to the shared pool", source)
+
+
+def error_map(frame: pd.DataFrame, source: str) -> go.Figure:
+    """The error of each call against the reference, over batch and frames; in a cell "=" or how many times eager's own error.
+
+    Args:
+        frame: `Comparison.to_frame()`: batch, frames, bitwise, error, eager_error, bucket, ok. Of equal shapes the worst is shown.
+        source: device, date, measured or recorded.
+    """
+    go = _go()
+    frame = frame.sort_values("error", na_position="last").drop_duplicates(["batch", "frames"], keep="last")
+    times = (frame["error"] / frame["eager_error"]).map("{:.2f}".format).where(~frame["bitwise"], "=")
+    cells = frame.assign(times=times, log=[math.log10(e) if e > 0 else math.nan for e in frame["error"]])
+    batches, lengths = sorted(cells["batch"].unique()), sorted(cells["frames"].unique())
+    x, y = [str(n) for n in lengths], [str(n) for n in batches]
+    grid = cells.set_index(["batch", "frames"]).reindex([(batch, length) for batch in batches for length in lengths])
+    z, text, bucket, error = (grid[name].to_numpy().reshape(len(y), len(x)) for name in ("log", "times", "bucket", "error"))
+    known = cells["log"].dropna()
+    low, high = (math.floor(known.min()), max(math.ceil(known.max()), math.floor(known.min()) + 1)) if len(known) else (0, 1)
+    ticks = [digit * 10.0**power for power in range(low, high) for digit in (1, 2, 5)] + [10.0**high]
+    bar = {"title": "relative<br>error (log)", "tickvals": [math.log10(t) for t in ticks], "ticktext": [f"{t:g}" for t in ticks]}
+    figure = go.Figure(
+        go.Heatmap(
+            x=x,
+            y=y,
+            z=z,
+            text=text,
+            texttemplate="%{text}",
+            customdata=[list(zip(*row, strict=True)) for row in zip(bucket, error, strict=True)],
+            hovertemplate="%{y}x%{x} by %{customdata[0]}<br>error %{customdata[1]:.3g}, %{text} eager's<extra></extra>",
+            colorscale="Cividis",
+            zmin=low,
+            zmax=high,
+            colorbar=bar,
+            xgap=2,
+            ygap=2,
+        )
+    )
+    wrong = cells[~cells["ok"]]
+    if len(wrong):
+        marker = {"symbol": "square-open", "size": 30, "line": {"width": 3}, "color": COLOURS["fallback"]}
+        where = {"x": wrong["frames"].astype(str), "y": wrong["batch"].astype(str)}
+        figure.add_trace(go.Scatter(**where, name="not as eager", mode="markers", marker=marker, showlegend=True, hoverinfo="skip"))
+    title = "Error by shape (= bitwise as eager, else times eager's own error)"
+    figure = _finish(figure, title, "frames of the call", "batch (rows)", source).update_layout(
+        legend={"orientation": "h", "y": 1.1, "x": 0.8}
+    )
+    for axis, names in ((figure.update_xaxes, x), (figure.update_yaxes, y)):
+        axis(type="category", categoryorder="array", categoryarray=names, showgrid=False)
+    return figure
+
+
+def snr_by_frame(frame: pd.DataFrame, source: str) -> go.Figure:
+    """Signal to noise against eager for each frame of a call, a line for each decoder; equal samples are drawn at 160 dB.
+
+    Args:
+        frame: decoder (a name), frame, snr_db.
+        source: device, date, measured or recorded.
+    """
+    go, figure = _go(), _go().Figure()
+    looks = zip(("replay", "memory", "fallback", "split", "compiled"), ("circle", "square", "diamond", "cross", "x"), strict=True)
+    for (name, part), (colour, symbol) in zip(frame.groupby("decoder", sort=False), looks, strict=False):
+        look = {"line": {"color": COLOURS[colour]}, "marker": {"symbol": symbol, "size": 8}}
+        figure.add_trace(go.Scatter(x=part["frame"], y=part["snr_db"].clip(upper=160), name=str(name), mode="lines+markers", **look))
+    figure = _finish(figure, "Signal to noise, frame by frame", "frame of the call", "SNR against eager, dB (160: equal)", source)
+    return figure.update_yaxes(dtick=20).update_layout(legend={"orientation": "h", "y": -0.2})

@@ -254,6 +254,8 @@ def capture(
         own = sum(t.nbytes for t in tensors_of(inputs)) if copy_inputs else 0
         graph = CapturedGraph(launcher, inputs, pool, _held(pool) - held + own, seconds)
     with pool:  # the next turn, on whatever stream, comes after the copies into the static inputs
+        if isinstance(launcher, Recording) and not launcher.proves():
+            raise CaptureError("RuntimeError", "a replay gave other results than the call that it repeats: work was done out of sight")
         return graph
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -67,13 +67,6 @@ class Outcome:
     buckets: tuple[Bucket, ...] = ()
     reason: Fallback | None = None
     padding: int = 0
-    _hash: int = field(init=False, repr=False, compare=False)  # hashed twice a call: once is enough
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.kind, self.buckets, self.reason, self.padding)))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __reduce__(self) -> tuple[type[Outcome], tuple[object, ...]]:
         return Outcome, (self.kind, self.buckets, self.reason, self.padding)  # another process hashes strings differently
@@ -90,8 +83,18 @@ def outcome(route: Route) -> Outcome:
     return Outcome(route.kind, tuple(part.bucket for part in route.parts), padding=route.padding)
 
 
+class Tally:
+    """How often a call met an outcome, and the latest times in milliseconds, where they were taken."""
+
+    __slots__ = ("calls", "times")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.times: list[float] = []
+
+
 class ReplayStats:
-    """Counts calls by what was asked for and what served it; always on, a dictionary update a call.
+    """Counts calls by what was asked for and what served it; always on, and cheap.
 
     `log_every` writes a line to the logger "omnigraph" each so many calls (0: never).
     """
@@ -99,35 +102,42 @@ class ReplayStats:
     def __init__(self, log_every: int = 0) -> None:
         self.log_every = log_every
         self._lock = Lock()
-        self.reset()
+        self._tallies: dict[tuple[Hashable, Outcome], Tally] = {}
 
     def reset(self) -> None:
         """Forget everything counted so far."""
         with self._lock:
-            self._counts: dict[tuple[Hashable, Outcome], int] = {}
-            self._times: dict[tuple[Hashable, Outcome], list[float]] = {}
+            for tally in self._tallies.values():
+                tally.calls, tally.times = 0, []
+
+    def tally(self, call: Hashable, outcome: Outcome) -> Tally:
+        """The counter of a call (a `Shape`, or any key) with an outcome, to keep where a look-up each time would cost."""
+        with self._lock:
+            return self._tallies.setdefault((call, outcome), Tally())
 
     def record(self, call: Hashable, outcome: Outcome, milliseconds: float | None = None) -> None:
         """Count one call (a `Shape`, or any key) and, where it was timed, how long it took."""
-        key = (call, outcome)
+        self.count(self.tally(call, outcome), milliseconds)
+
+    def count(self, tally: Tally, milliseconds: float | None = None) -> None:
+        """`record` for who has kept the tally."""
         with self._lock:
-            self._counts[key] = self._counts.get(key, 0) + 1
+            tally.calls += 1
             if milliseconds is not None:
-                times = self._times.setdefault(key, [])
-                times.append(milliseconds)
-                del times[:-MAX_TIMES]
+                tally.times.append(milliseconds)
+                del tally.times[:-MAX_TIMES]
         if self.log_every and self.calls % self.log_every == 0:
             logger.info("%s", str(self))  # as it is now: handlers may come to it later
 
     def counts(self) -> dict[tuple[Hashable, Outcome], int]:
         """A snapshot: how often each call met each outcome."""
         with self._lock:
-            return dict(self._counts)
+            return {key: tally.calls for key, tally in self._tallies.items() if tally.calls}
 
     def times(self) -> dict[tuple[Hashable, Outcome], list[float]]:
         """A snapshot of the latencies in milliseconds (empty unless the owner times its calls)."""
         with self._lock:
-            return {key: list(values) for key, values in self._times.items()}
+            return {key: list(tally.times) for key, tally in self._tallies.items() if tally.times}
 
     @property
     def calls(self) -> int:

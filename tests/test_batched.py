@@ -387,6 +387,15 @@ def test_dispatch_does_what_was_planned(graphed: GraphedDecoder) -> None:
         assert served == Counter((call.shape, tuple(part.bucket for part in call.route.parts)) for call in planned)
 
 
+def test_a_reconfiguration_changes_the_packing() -> None:
+    with GraphedDecoder(models.tiny(), BucketPlan.grid([1], [50])) as decoder:
+        decoder.warmup(strict=True)
+        for plan in (BucketPlan.grid([1], [50]), BucketPlan.grid([1, 8], [50]), BucketPlan.grid([1], [50, 25])):
+            decoder.reconfigure(plan)
+            for call in decoder.pack([50] * 8 + [25]):
+                assert decoder.served(call.shape).buckets == tuple(part.bucket for part in call.route.parts)
+
+
 @pytest.mark.parametrize("limit", [1, 3, None])
 def test_audio_does_not_depend_on_the_packing(graphed: GraphedDecoder, limit: int | None) -> None:
     codes, lengths = random_codes(6, 130), [130, 0, 1, 77, 77, 51]

@@ -77,8 +77,8 @@ def broken(decoder: GraphedDecoder, change: Callable[[Piece], Piece]) -> None:
     way = decoder._live.way
 
     def changed(*arguments: Any, **options: Any) -> Any:
-        served, pieces = way(*arguments, **options)
-        return served, tuple(map(change, pieces))
+        found = way(*arguments, **options)
+        return found._replace(pieces=tuple(map(change, found.pieces)))
 
     decoder._live.way = changed  # type: ignore[method-assign]
 

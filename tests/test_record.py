@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
+import threading
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -279,6 +281,8 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "tensor split": lambda x: torch.tensor_split(x, x[:1].abs().long())[0].sum(),
     "storage": lambda x: x * x.untyped_storage().tolist()[0],
     "deepcopy": lambda x: copy.deepcopy(x) + 1,
+    "what was written to": lambda x: x * torch.zeros(3).copy_(x).sum().item(),
+    "what was written to by a view": lambda x: (y := torch.zeros(3), y[:1].add_(x[:1]), x * y.sum().item())[2],
 }
 
 
@@ -373,8 +377,47 @@ def test_memory_that_each_call_makes_out_of_sight_is_refused() -> None:
         y = copy.deepcopy(CONSTANT)
         return y.add_(x)
 
-    with pytest.raises(CaptureError, match="out of sight"):
+    with pytest.raises(CaptureError, match="a tensor that no recorded operation made"):
         capture(hidden, torch.ones(3))
+    with pytest.raises(CaptureError, match="a tensor that no recorded operation made"):
+        capture(lambda x: x + copy.deepcopy(CONSTANT), torch.ones(3))
+    check(lambda x: x + copy.copy(CONSTANT), torch.ones(3))  # the same memory
+
+
+def test_caches_that_a_call_fills_are_constants_from_then_on() -> None:
+    cache: dict[int, Tensor] = {}
+
+    def fn(x: Tensor) -> Tensor:
+        if len(x) not in cache:
+            cache[len(x)] = torch.arange(len(x)).float().sin()
+        return x * cache[len(x)]
+
+    for warmup in (0, 1):
+        cache.clear()
+        graph = capture(fn, torch.ones(5), warmup=warmup)
+        assert graph.baked == 0
+        cache[5].fill_(7)
+        assert graph.replay(torch.ones(5)).tolist() == [7] * 5
+
+
+def test_work_out_of_sight_is_found_out() -> None:
+    """Of other threads, or of code that writes to memory without telling torch."""
+
+    def threaded(x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        thread = threading.Thread(target=lambda: y.add_(x))
+        thread.start()
+        thread.join()
+        return y + 0
+
+    def raw(x: Tensor) -> Tensor:
+        y = torch.empty(3)
+        ctypes.memmove(y.data_ptr(), x.data_ptr(), 12)
+        return y
+
+    for fn in (threaded, raw, lambda x: raw(x) * 2):
+        with pytest.raises(CaptureError, match="work was done out of sight"):
+            capture(fn, torch.tensor([1.0, 2.0, 3.0]))
 
 
 def test_results_in_what_is_no_pytree_are_refused() -> None:
@@ -484,7 +527,7 @@ def test_tensors_that_have_no_memory_of_their_own_are_refused() -> None:
 def test_recording_is_told_to_this_thread_alone() -> None:
     seen = []
     capture(lambda x: seen.append(recording()) or x + 1, X)
-    assert seen == [False, True]  # the warm-up call, and the recording
+    assert seen == [False, True, True]  # the warm-up call, and the recordings
     assert not recording()
 
 
@@ -581,6 +624,15 @@ def test_an_arena_reuses_what_no_longer_lives() -> None:
     assert pool.nbytes <= 3 * x.nbytes
     capture(lambda x: chain(x) * 2, x[:500].clone(), pool=pool)
     assert pool.nbytes <= 3 * x.nbytes  # smaller ones fit in
+
+
+def test_a_capture_leaves_the_results_of_the_pools_other_graphs() -> None:
+    pool, x = Pool("cpu"), torch.randn(64)
+    first = capture(lambda x: (x.sin() + 1).cumsum(0), x, pool=pool)
+    outputs = first.replay(x)
+    kept = outputs.clone()
+    capture(lambda x: (x.cos() + 2).exp(), x, pool=pool)
+    assert torch.equal(outputs, kept)
 
 
 def test_results_of_another_graph_of_the_pool_are_not_written_over() -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -33,7 +34,10 @@ STREAMED = 100  # frames of a stream
 STREAM_BUCKETS = og.BucketPlan.grid([1], [1, 4, 5, 8, 16, 25, 26, 30, 32, 50])
 LENGTHS = [1, 2, 24, 25, 26, 49, 50, 51, 74, 75, 76, 299, 300, 301, 324, 325, 326, 599, 600, 601, 625, 626, 699, 700]
 CONTEXTS = [0, 1, 5, 10, 25, 50, 72, 100, 150]
-METHOD = "one process, what is compared taken in turn; wall-clock times between synchronisations, after warm-up, medians and quartiles; random codes"
+METHOD = (
+    "one process, what is compared taken in turn; wall-clock times between synchronisations, after warm-up; medians and quartiles; "
+    "random codes"
+)
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
@@ -77,13 +81,14 @@ class Loop:
         assert decoder._live is not None
         self.module, self.facts, self.exact_batch = decoder.module, decoder.facts, exact_batch
         self.graphs = {bucket.shape: graph for bucket, graph in decoder._live.graphs.items()}
-        self.replays = self.eager = 0
+        self.replays = self.eager = self.decoded = 0
 
     def call(self, codes: Tensor) -> Tensor:
         batch, _, frames = codes.shape
         fits = [(f, b) for b, f in self.graphs if f >= frames and (b == batch if self.exact_batch else b >= batch)]
         if not fits:
             self.eager += 1
+            self.decoded += batch * frames
             return self.module(codes)
         frames_in, batch_in = min(fits)
         graph = self.graphs[batch_in, frames_in]
@@ -95,6 +100,7 @@ class Loop:
             static[:batch, :, :frames] = codes
         graph.launch()
         self.replays += 1
+        self.decoded += batch_in * frames_in
         return graph.outputs[:batch, :, : frames * self.facts.upsample - self.facts.trim]
 
     @torch.no_grad()
@@ -127,9 +133,9 @@ def chunk_by_chunk(call: Callable[[Tensor], Tensor], codes: Tensor, cut: Chunkin
 def replays_of(decoder: og.GraphedDecoder, call: Callable[[], object]) -> dict[str, int]:
     decoder.stats.reset()
     call()
-    counts = decoder.stats.counts().items()
-    replays, padded = sum(len(outcome.buckets) * n for (_, outcome), n in counts), decoder.stats.padded_frames
-    return {"replays": replays, "eager": decoder.stats.calls - decoder.stats.hits, "padded_frames": padded}
+    replayed = [bucket.shape for (_, outcome), n in decoder.stats.counts().items() for bucket in outcome.buckets * n]
+    eager = decoder.stats.calls - decoder.stats.hits
+    return {"replays": len(replayed), "eager": eager, "decoded_frames": sum(batch * frames for batch, frames in replayed)}
 
 
 def ragged(decoder: og.GraphedDecoder, reference: Reference, repeats: int) -> dict[str, Any]:
@@ -141,16 +147,18 @@ def ragged(decoder: og.GraphedDecoder, reference: Reference, repeats: int) -> di
     times: dict[str, list[float]] = {name: [] for name in ways}
     audios: dict[str, list[Tensor]] = {}
     for i in range(repeats + 2):
-        names = list(ways)[i % 3 :] + list(ways)[: i % 3]
-        for name in names:
+        for name in [*ways, *ways][i % 3 : i % 3 + 3]:
             ms, audios[name] = timed(device, ways[name])
-            times[name] += [ms] if i >= 2 else []
-    counts = {name: {"replays": loop.replays // (repeats + 2), "eager": loop.eager // (repeats + 2)} for name, loop in loops.items()}
-    found: dict[str, Any] = {
-        name: {"ms": spread(times[name]), **(counts[name] if name in counts else replays_of(decoder, packed))} for name in ways
+            if i >= 2:
+                times[name].append(ms)
+    calls = repeats + 2
+    counts = {"packed": replays_of(decoder, packed)} | {
+        name: {"replays": loop.replays // calls, "eager": loop.eager // calls, "decoded_frames": loop.decoded // calls}
+        for name, loop in loops.items()
     }
+    found: dict[str, Any] = {name: {"ms": spread(times[name]), **counts[name]} for name in ways}
     slower = {name: median(a / b for a, b in zip(times[name], times["packed"], strict=True)) for name in loops}
-    decoded = [(c.last - c.first) for n in RAGGED for c in cutting(decoder).schedule(n)]
+    decoded = [c.last - c.first for n in RAGGED for c in cutting(decoder).schedule(n)]
     found |= {"lengths": RAGGED, "repeats": repeats, "windows": len(decoded), "frames": sum(decoded), "ratio": slower}
 
     cut, rows = cutting(decoder), []
@@ -179,7 +187,7 @@ def pieces(cut: Chunking) -> list[tuple[int, int]]:
     bounds = [0]
     while bounds[-1] < STREAMED:
         bounds.append(min(cut.end(bounds[-1]), STREAMED))
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 @torch.no_grad()
@@ -216,7 +224,8 @@ def first_audio(module: nn.Module, repeats: int) -> list[dict[str, Any]]:
             for (ramp, way), runs in taken.items():
                 times, audio = ways[way](codes, cutting(decoder, ramp=ramp))
                 assert audio.shape[-1] == decoder.facts.samples(STREAMED)
-                runs += [times] if i >= 2 else []
+                if i >= 2:
+                    runs.append(times)
         return [
             {
                 "ramp": ramp,
@@ -272,8 +281,10 @@ def report(found: dict[str, Any]) -> None:
     print(f"{len(RAGGED)} ragged requests, {all_ragged['windows']} windows:")
     for name in ("packed", "loop", "loop_eager"):
         way = all_ragged[name]
-        ratio = f"{all_ragged['ratio'][name]:.3f} of packed's time" if name in all_ragged["ratio"] else ""
-        print(f"  {name:10} {way['ms']['median']:8.2f} ms  {way['replays']:2} replays  {way['eager']:2} eager  {ratio}")
+        ratio = f"{all_ragged['ratio'][name]:.3f} times packed's time" if name in all_ragged["ratio"] else ""
+        print(
+            f"  {name:10} {way['ms']['median']:8.2f} ms  {way['replays']:2} replays  {way['eager']:2} eager  {way['decoded_frames']} frames  {ratio}"
+        )
     verify = all_ragged["verify"]
     print(f"  errors at most {max(row['error'] / row['eager_error'] for row in verify):.3f} of eager's, ok {all(r['ok'] for r in verify)}")
     print("first audio, ms (and the first 100 frames):")
