@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import repeat
 from operator import itemgetter
 from types import FunctionType
@@ -40,7 +39,6 @@ def _at(tensors: list[Tensor], addresses: list[int], places: list[int]) -> bool:
 _same: Callable[[list[Tensor], list[int], list[int]], bool] = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _at)
 
 
-@cache
 def _asks_for_training(kind: type) -> bool:
     """Does a method of this class, or of one that it inherits from, mention `training`?"""
     methods = [value for part in kind.__mro__ if part not in (nn.Module, object) for value in vars(part).values()]
@@ -90,8 +88,9 @@ class Fingerprint:
         self._attributes = [part.__dict__ for part in modules.values()]
         self._forwards = [*map(dict.get, self._attributes, repeat("forward"))]
         self._overridden = any(self._forwards)
-        self._attribute_count = sum(map(len, self._attributes))
-        self._trainable = [part.__dict__ for part in modules.values() if part is module or _asks_for_training(type(part))]
+        self._counts = [*map(len, self._attributes)]
+        asking = {kind for kind in {type(part) for part in modules.values()} if _asks_for_training(kind)}
+        self._trainable = [part.__dict__ for part in modules.values() if part is module or type(part) in asking]
         self._training = [*map(itemgetter("training"), self._trainable)]
         self._replaced = ""
 
@@ -146,8 +145,10 @@ class Fingerprint:
 
     def _forward_changed(self) -> bool:
         """Offloading and caching hooks set `forward` on instances, in place of their class's: an attribute more."""
-        count = sum(map(len, self._attributes))
-        if count == self._attribute_count and not self._overridden:
+        counts = [*map(len, self._attributes)]
+        if counts == self._counts and not self._overridden:
             return False
-        self._attribute_count = count
-        return [*map(dict.get, self._attributes, repeat("forward"))] != self._forwards
+        if [*map(dict.get, self._attributes, repeat("forward"))] != self._forwards:
+            return True
+        self._counts = counts
+        return False

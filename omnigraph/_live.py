@@ -8,7 +8,7 @@ from typing import NamedTuple, TypedDict
 import torch
 
 from omnigraph._fingerprint import Fingerprint
-from omnigraph._pool import Pool, capturing, environment
+from omnigraph._pool import Pool, environment
 from omnigraph.facts import DecoderFacts
 from omnigraph.graph import CapturedGraph, flush
 from omnigraph.packing import Packer
@@ -70,7 +70,7 @@ class Live:
             return Fallback.UNSAFE_MODULE
         if torch.compiler.is_compiling():
             return Fallback.COMPILING
-        if capturing(device):
+        if self.pool.capturing():
             return Fallback.OUTER_CAPTURE
         if device != self.pool.device:
             return Fallback.MODULE_CHANGED

@@ -83,6 +83,7 @@ class Pool:
         self.backend = pick_backend(backend, self.device)
         self.arena = Arena()
         self.lock = threading.RLock()
+        self.capturing = recording if self.backend == "cpu" else torch._C._cuda_isCurrentStreamCapturing
         self._depth = 0
         if self.backend == "cuda":
             self.stream = torch.cuda.Stream(self.device)

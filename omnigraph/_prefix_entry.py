@@ -48,6 +48,7 @@ class Prefix:
     padded: bool = False
     text_mask: InitVar[Tensor | None] = None
     tensors: tuple[Tensor, ...] = field(init=False, repr=False)
+    _key: DecodeGraphKey | None = field(init=False, repr=False, default=None)  # the last one asked for
 
     def __post_init__(self, text_mask: Tensor | None) -> None:
         object.__setattr__(self, "layers", tuple((k, v) for k, v in self.layers))
@@ -66,6 +67,16 @@ class Prefix:
     def dtype(self) -> torch.dtype:
         return self.layers[0][0].dtype
 
+    def key(self, dtype: torch.dtype, attention: str) -> DecodeGraphKey:
+        """The key of its decode steps on latents of this dtype."""
+        known = self._key
+        if known is not None and known.dtype is dtype and known.attention == attention:
+            return known
+        batch, tokens = self.layers[0][0].shape[:2]
+        key = DecodeGraphKey(self.branch, batch, tokens, self.layout, dtype, self.device, attention)
+        object.__setattr__(self, "_key", key)
+        return key
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
@@ -82,6 +93,14 @@ class DecodeGraphKey:
     dtype: torch.dtype
     device: torch.device
     attention: str
+    _hash: int = field(init=False, repr=False, compare=False)  # asked for several times a step
+
+    def __post_init__(self) -> None:
+        parts = self.branch, self.batch, self.prefix_tokens, self.layout, self.dtype, self.device, self.attention
+        object.__setattr__(self, "_hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return f"{self.branch} {self.batch}x{self.prefix_tokens} {self.layout} {str(self.dtype).removeprefix('torch.')} {self.attention}"
@@ -149,7 +168,8 @@ class Entry:
         self.copies = self.replays = 0
         self._flat = [t for pair in buffers.layers for t in pair]
         self._owners: list[ref[Tensor]] = []
-        self._sources: list[ref[Tensor]] = []  # what the buffers are a copy of
+        self._prefix: ref[Prefix] | None = None  # whose copy the buffers are
+        self._sources: list[ref[Tensor]] = []  # and of which tensors
         self._versioned: list[bool] = []
         self._versions: list[int] = []
 
@@ -171,13 +191,18 @@ class Entry:
     def forget(self, prefix: Prefix) -> None:
         """Copy `prefix` again at its next step: its prefill ran again, perhaps into the same tensors."""
         if self._sources and self._sources[0]() is prefix.tensors[0]:
-            self._sources = []
+            self._release()
+
+    def _release(self) -> None:
+        self._prefix, self._sources = None, []
 
     def holds(self, prefix: Prefix) -> bool:
         """Are the buffers a copy of `prefix` as it is now: the same tensors, not written to since?"""
         tensors = prefix.tensors
-        if len(tensors) != len(self._sources) or not all(map(is_, tensors, map(call, self._sources))):
-            return False
+        if self._prefix is None or self._prefix() is not prefix:
+            if len(tensors) != len(self._sources) or not all(map(is_, tensors, map(call, self._sources))):
+                return False
+            self._prefix = ref(prefix)
         return self._versions == [*map(_version, compress(tensors, self._versioned))]
 
     def refresh(self, prefix: Prefix) -> None:
@@ -186,7 +211,7 @@ class Entry:
         Raises:
             ValueError: it is not shaped as the buffers are.
         """
-        self._sources = []
+        self._release()
         wanted, given = [*self._flat, *self.buffers.freqs], prefix.tensors
         if [(t.shape, t.dtype) for t in wanted] != [(t.shape, t.dtype) for t in given]:
             raise ValueError(
@@ -199,4 +224,4 @@ class Entry:
         for there, now in zip(self.buffers.freqs, given[len(self._flat) :], strict=True):
             there.copy_(now)
         self.copies += 1
-        self._sources, self._versioned, self._versions = [*map(ref, given)], versioned, versions
+        self._prefix, self._sources, self._versioned, self._versions = ref(prefix), [*map(ref, given)], versioned, versions

@@ -9,7 +9,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -71,13 +71,29 @@ class _CudaGraph:
                 self.outputs = fn(*inputs)
                 self.retained = _requested(pool.device) - before - _made(self.outputs, inputs)
             except BaseException:
-                try:
-                    self.graph.capture_end()
-                except RuntimeError:
-                    pass  # the capture is invalid already; what broke it is on its way up
+                with suppress(RuntimeError):  # that the capture is invalid; what made it so is on its way up
+                    self._end(pool)
                 raise
-            self.graph.capture_end()
+            self._end(pool)
         self.launch = self.graph.replay
+
+    def _end(self, pool: Pool) -> None:
+        """End the capture. Of an invalid one torch (2.9 to 2.11 at least) leaves behind an allocator and a generator that still capture.
+
+        The first is told by hand, the second by a capture that works: it ends the generator's state, without which the next random number
+        of the process would fail.
+        """
+        try:
+            self.graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):  # that the allocator's part was ended already
+                torch._C._cuda_endAllocateToPool(pool.device.index, pool.handles[-1])
+                torch._C._cuda_releasePool(pool.device.index, pool.handles[-1])
+            spare, work = torch.cuda.CUDAGraph(), torch.empty(1, device=pool.device)
+            spare.capture_begin(capture_error_mode="thread_local")
+            work.zero_()
+            spare.capture_end()
+            raise
 
 
 def _requested(device: torch.device) -> int:

@@ -105,7 +105,7 @@ class DecodeGraphCache:
             ValueError: hidden or timestep do not fit the key; nothing has been done then.
         """
         with self._lock:
-            key = "a branch without prefix" if prefix is None or not prefix.layers else self._key(prefix, hidden.dtype)
+            key = "a branch without prefix" if prefix is None or not prefix.layers else prefix.key(hidden.dtype, self.adapter.attention())
             latents = self._serve(key, prefix, hidden, timestep)
             if isinstance(latents, Fallback):
                 self.stats.record(key, _EAGER[latents])
@@ -128,11 +128,6 @@ class DecodeGraphCache:
             records = self._entries.records()
         frame: pd.DataFrame = need("pandas").DataFrame(records)
         return frame
-
-    def _key(self, prefix: Prefix, dtype: torch.dtype) -> DecodeGraphKey:
-        first = prefix.layers[0][0]
-        batch, tokens = first.shape[:2]
-        return DecodeGraphKey(prefix.branch, batch, tokens, prefix.layout, dtype, first.device, self.adapter.attention())
 
     def _against(self, prefix: Prefix | None) -> Fallback | None:
         """What forbids graphs now: for this request, where it is, or for any."""
@@ -179,7 +174,7 @@ class DecodeGraphCache:
 
     def _admit(self, prefix: Prefix) -> Fallback | None:
         """Find or make the entry of a registering request."""
-        key, entries, failed = self._key(prefix, prefix.dtype), self._entries, ""
+        key, entries, failed = prefix.key(prefix.dtype, self.adapter.attention()), self._entries, ""
         entry = entries.live.get(key)
         if key in entries.failed:
             return entries.failed[key]
@@ -260,12 +255,12 @@ class DecodeGraphCache:
 
 def _fit(buffers: DecodeBuffers, hidden: Tensor, timestep: Tensor) -> int:
     """The number of target tokens, once hidden and timestep are known to fit the buffers without broadcasting."""
-    batch, tokens, channels = buffers.hidden.shape
-    device = buffers.hidden.device
-    if hidden.dim() != 3 or (hidden.shape[0], hidden.shape[2]) != (batch, channels) or hidden.shape[1] < tokens or hidden.device != device:
-        raise ValueError(
-            f"expected hidden [{batch}, {tokens} or more, {channels}] on {device}; got {list(hidden.shape)} on {hidden.device}"
-        )
-    if timestep.shape != (batch,) or timestep.device != device:
-        raise ValueError(f"expected timestep [{batch}] on {device}; got {list(timestep.shape)} on {timestep.device}")
+    there, device = buffers.hidden, buffers.hidden.device
+    batch, tokens, channels = there.shape
+    if hidden.shape != there.shape and not (hidden.dim() == 3 and hidden.shape[::2] == (batch, channels) and hidden.shape[1] > tokens):
+        raise ValueError(f"expected hidden [{batch}, {tokens} or more, {channels}] on {device}; got {list(hidden.shape)}")
+    if timestep.shape != buffers.timestep.shape:
+        raise ValueError(f"expected timestep [{batch}] on {device}; got {list(timestep.shape)}")
+    if hidden.device != device or timestep.device != device:
+        raise ValueError(f"expected hidden and timestep on {device}; got {hidden.device} and {timestep.device}: move them first")
     return tokens

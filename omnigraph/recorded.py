@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CAPTURE = "omnigraph.bench.capture/1"
+CHUNKS = "omnigraph.bench.chunks/1"
 
 
 def source_of(provenance: dict[str, str]) -> str:
@@ -59,8 +60,8 @@ class CaptureBench:
         return (
             f"{sum(row['bitwise'] for row in exact)} of {len(exact)} exact replays bitwise equal to eager; "
             f"{len(verify) - len(exact)} padded or split calls with at most {worst:.2f} times eager's own error\n"
-            f"{len(start['shapes'])} shapes captured in {start['time_ratio']:.2f} of the time and {start['memory_ratio']:.2f} of the memory "
-            f"of a plain loop over torch.cuda.graph"
+            f"{len(start['shapes'])} shapes captured in {start['time_ratio']:.2f} of the time and {start['memory_ratio']:.2f} of the "
+            f"memory of a plain loop over torch.cuda.graph"
         )
 
 
@@ -75,3 +76,57 @@ def capture_bench(path: str | os.PathLike[str], dtype: str) -> CaptureBench:
     if not found:
         raise FileError(f"{path} has results in {', '.join(r['provenance']['dtype'] for r in results)}, none in {dtype}")
     return CaptureBench(found[0])
+
+
+@dataclass(frozen=True)
+class ChunksBench:
+    """What `data/bench/measure_chunks.py` saved."""
+
+    content: dict[str, Any]
+
+    @property
+    def source(self) -> str:
+        return source_of(self.content["provenance"])
+
+    @property
+    def contexts(self) -> pd.DataFrame:
+        """Error of chunks against a full decode by left context: dtype, context, error, snr_db, reference_error."""
+        frame: pd.DataFrame = need("pandas").DataFrame(self.content["contexts"]["rows"])
+        return frame
+
+    @property
+    def first_audio(self) -> pd.DataFrame:
+        """Compute time to a stream's first audio by ramp: ramp, way, calls, first_ms, all_ms and their _q1, _q3."""
+        rows = []
+        for row in self.content["first_audio"]:
+            found = {"ramp": ", ".join(map(str, row["ramp"])) or "none", "way": row["way"], "calls": len(row["windows"])}
+            for column in ("first_ms", "all_ms"):
+                found |= {column: row[column]["median"], f"{column}_q1": row[column]["q1"], f"{column}_q3": row[column]["q3"]}
+            rows.append(found)
+        frame: pd.DataFrame = need("pandas").DataFrame(rows)
+        return frame
+
+    @property
+    def all_ok(self) -> bool:
+        return all(row["ok"] for row in [*self.content["ragged"]["verify"], *self.content["lengths"]])
+
+    @property
+    def summary(self) -> str:
+        ragged, lengths = self.content["ragged"], self.content["lengths"]
+        packed, loop = ragged["packed"], ragged["loop"]
+        worst = max(row["error"] / row["eager_error"] for row in ragged["verify"])
+        return (
+            f"{len(ragged['lengths'])} requests, {ragged['windows']} windows: packed {packed['replays']} replays, "
+            f"{packed['ms']['median']:.0f} ms; equal lengths round by round {loop['replays']} replays, {loop['ms']['median']:.0f} ms, "
+            f"{ragged['ratio']['loop']:.2f} times as long\n"
+            f"errors at most {worst:.2f} times eager's own; {sum(row['ok'] for row in lengths)} of {len(lengths)} lengths a full decode's"
+        )
+
+
+def chunks_bench(path: str | os.PathLike[str]) -> ChunksBench:
+    """Load the results of `measure_chunks.py`.
+
+    Raises:
+        FileError: another schema.
+    """
+    return ChunksBench(read_json(path, CHUNKS)["results"][0])

@@ -171,6 +171,14 @@ def test_a_broken_decoder_is_found_out(decoder: GraphedDecoder, monkeypatch: pyt
     assert len(str(found).splitlines()) == 1 + len(wrong)
 
 
+def test_what_an_earlier_replay_left_is_no_result(decoder: GraphedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in CALLS[:5]:
+        assert verify(decoder, [call]).ok
+        with monkeypatch.context() as patch:
+            no_launch(decoder, patch)
+            assert not verify(decoder, [call]).ok  # the same codes: the right audio is there, but for the poison
+
+
 def test_padding_a_decoder_that_looks_ahead_would_be_found_out() -> None:
     with GraphedDecoder(tiny(lookahead=2), PLAN) as decoder:
         decoder.warmup()

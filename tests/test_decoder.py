@@ -740,8 +740,7 @@ def test_while_torch_compile_traces_a_call_goes_eager() -> None:
         for seed in range(2):
             codes = codes_for(module, 1, 5, seed)
             assert torch.equal(compiled(codes), eager(module, codes) * 2)
-        assert decoder.stats.calls == 2
-        assert decoder.stats.fallbacks[Fallback.COMPILING] + decoder.stats.hits == 2
+        assert decoder.stats.fallbacks == {Fallback.COMPILING: 2}
 
 
 def test_a_closed_decoder_refuses_calls_and_holds_nothing() -> None:

@@ -78,6 +78,7 @@ def test_every_change_is_seen_and_named(module: nn.Module, change: Callable[[nn.
     found = fingerprint.changed()
     assert found is not None
     assert re.search(text, found), found
+    assert fingerprint.changed() == found  # and again
     assert Fingerprint(module).changed() is None
 
 

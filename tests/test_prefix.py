@@ -774,6 +774,8 @@ def test_what_would_broadcast_into_a_buffer_is_an_error(model: nn.Module, cache:
     cache.register_prefill(prefix)
     with pytest.raises(ValueError, match=r"expected (hidden \[2, 16 or more, 16\]|timestep \[2\]) on cpu; got"):
         cache.try_decode(prefix, torch.zeros(hidden), torch.zeros(timestep))
+    with pytest.raises(ValueError, match="expected hidden and timestep on cpu; got meta and cpu"):
+        cache.try_decode(prefix, request.latents.to("meta"), torch.zeros(2))
     assert cache.stats.calls == 0
     assert cache.try_decode(prefix, request.latents, torch.full((2,), 0.5)) is not None
 

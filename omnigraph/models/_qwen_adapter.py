@@ -44,6 +44,7 @@ class QwenImageAdapter:
         self._forward: Any = need(_MODEL).QwenImage21TransformerBlock.forward  # not the class: torch.compile would not look inside
         if compiled:
             self._forward = torch.compile(self._forward, fullgraph=True, dynamic=False, options={"triton.cudagraphs": False})
+        self._named: tuple[list[Any], Any, str] = [], None, ""
         self._look()
 
     def _look(self) -> None:
@@ -52,16 +53,16 @@ class QwenImageAdapter:
 
     def attention(self) -> str:
         """The backend of all blocks, or each block's where they differ."""
-        chosen = [*map(_backend, map(_processor, self._attentions))]
-        if chosen.count(chosen[0]) == len(chosen):
-            del chosen[1:]
-        return " ".join(str(getattr(one, "value", one)) for one in (one or self._registry._active_backend for one in chosen))
+        chosen, active = [*map(_backend, map(_processor, self._attentions))], self._registry._active_backend
+        if (chosen, active) != self._named[:2]:
+            names = [str(getattr(one or active, "value", one or active)) for one in chosen]
+            self._named = chosen, active, names[0] if len({*names}) == 1 else " ".join(names)
+        return self._named[2]
 
     def state(self) -> object:
         """Parallelism, caching, the attention processors, quantization of the K/V cache."""
-        processors = [*map(_processor, self._attentions)]
         quantized = map(dict.get, self._attributes, repeat("_kv_cache_dtype"))
-        return [self._model._parallel_config, self._model._cache_config, *processors, *map(_parallel, processors), *quantized]
+        return [self._model._parallel_config, self._model._cache_config, *map(_processor, self._attentions), *quantized]
 
     def obstacle(self) -> Fallback | None:
         """Parallelism, quantization, wrapped layers and hooks, of the model or any part of it."""

@@ -1,0 +1,153 @@
+"""Figures are read alone: each says what its axes are, in which units, and where its numbers are from."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from omnigraph import figures
+
+pd = pytest.importorskip("pandas")
+go = pytest.importorskip("plotly.graph_objects")
+
+SOURCE = "measured on a drawing board, 1970-01-01"
+
+
+def latency() -> Any:
+    times = {
+        f"{way}_ms{part}": [value * scale for scale in (1, 2)]
+        for way, value in (("eager", 4.0), ("decode", 2.0))
+        for part in ("", "_q1", "_q3")
+    }
+    return pd.DataFrame({"shape": ["1x4", "8x50"], "kind": "exact", "bucket": ["1x4", "8x50"], "calls": [3, 1], **times})
+
+
+def outcomes() -> Any:
+    return pd.DataFrame({"frames": [50, 9, 100, 50], "kind": ["exact", "padded", "fallback", "exact"], "calls": [7, 2, 1, 3]})
+
+
+def memory() -> Any:
+    return pd.DataFrame({"captured": ["8x50", "1x4", ""], "mib": [12.0, 0.1, 0.0]})
+
+
+def errors(**columns: Any) -> Any:
+    """2x9 padded and good, 10x9 exact, 2x10 bad; 10x10 was not compared."""
+    rows = {"batch": [2, 10, 2], "frames": [9, 9, 10], "bucket": ["2x10", "10x9", "2x10"], "bitwise": [False, True, False]}
+    return pd.DataFrame(rows | {"error": [2e-6, 1e-6, 5e-4], "eager_error": [1.9e-6, 1e-6, 1e-6], "ok": [True, True, False]} | columns)
+
+
+def noise() -> Any:
+    return pd.DataFrame({"decoder": ["b", "b", "a", "a"], "frame": [0, 1, 0, 1], "snr_db": [math.inf, 120.0, 30.0, -3.0]})
+
+
+DRAWN: dict[Callable[..., Any], tuple[Any, str, str]] = {  # with what; words on the x axis and the y axis
+    figures.latency_by_shape: (latency(), "batch x frames", "ms a call"),
+    figures.outcomes_by_frames: (outcomes(), "frames", "calls"),
+    figures.memory_by_bucket: (memory(), "batch x frames", "MiB"),
+    figures.error_map: (errors(), "frames", "rows"),
+    figures.snr_by_frame: (noise(), "frame", "dB"),
+}
+
+
+def test_each_figure_is_tried_here() -> None:
+    public = [f for name, f in inspect.getmembers(figures, inspect.isfunction) if f.__module__ == figures.__name__ and name[0] != "_"]
+    assert [f.__name__ for f in public if f not in DRAWN] == [], "add an example to DRAWN"
+
+
+@pytest.mark.parametrize("draw", DRAWN, ids=lambda draw: draw.__name__)
+def test_it_names_its_axes_its_units_and_its_source(draw: Callable[..., Any]) -> None:
+    frame, x, y = DRAWN[draw]
+    before = frame.copy()
+    figure = draw(frame, source=SOURCE)
+    assert type(figure) is go.Figure  # no widget: nbval can compare it
+    assert len(figure.data) >= 1
+    assert figure.layout.title.text
+    assert figure.layout.title.subtitle.text == SOURCE
+    assert x in figure.layout.xaxis.title.text
+    assert y in figure.layout.yaxis.title.text
+    pd.testing.assert_frame_equal(frame, before)
+    assert draw(frame, source=SOURCE).to_json() == figure.to_json()
+
+
+@pytest.mark.parametrize("draw", DRAWN, ids=lambda draw: draw.__name__)
+def test_colours_are_those_that_the_colour_blind_tell_apart(draw: Callable[..., Any]) -> None:
+    drawn = json.loads(draw(DRAWN[draw][0], source=SOURCE).to_json())["data"]
+    colours = [part["color"] for trace in drawn for part in (trace.get("marker", {}), trace.get("line", {})) if "color" in part]
+    assert set(colours) <= {*figures.COLOURS.values(), "black"}
+    bars = [trace["marker"]["color"] for trace in drawn if trace["type"] == "bar"]
+    assert len(set(bars)) == len(bars)
+
+
+def cells(figure: Any) -> dict[tuple[str, str], tuple[Any, str]]:
+    """What is drawn, by batch and frames."""
+    heat = figure.data[0]
+    return {(b, f): (heat.z[i][j], heat.text[i][j]) for i, b in enumerate(heat.y) for j, f in enumerate(heat.x)}
+
+
+def test_an_error_map_shows_errors_and_how_they_compare_with_eagers() -> None:
+    figure = figures.error_map(errors(), source=SOURCE)
+    found = cells(figure)
+    assert list(figure.data[0].y) == ["2", "10"]  # by number, not by letter
+    assert list(figure.data[0].x) == ["9", "10"]
+    assert found["2", "9"] == (pytest.approx(math.log10(2e-6), abs=1e-4), "1.05")
+    assert found["10", "9"] == (-6, "=")
+    assert found["2", "10"] == (pytest.approx(math.log10(5e-4), abs=1e-4), "500.00")
+    assert math.isnan(found["10", "10"][0])
+    assert found["10", "10"][1] == ""
+    assert (figure.data[0].zmin, figure.data[0].zmax) == (-6, -3)
+    assert list(figure.data[0].colorbar.ticktext)[:4] == ["1e-06", "2e-06", "5e-06", "1e-05"]
+
+
+def test_what_is_not_as_eager_is_outlined() -> None:
+    outlined = figures.error_map(errors(), source=SOURCE).data[1]
+    assert (list(outlined.x), list(outlined.y), outlined.name) == (["10"], ["2"], "not as eager")
+    assert len(figures.error_map(errors(ok=True), source=SOURCE).data) == 1
+
+
+@pytest.mark.parametrize("error", [[0.0, 1e-6, math.nan], [0.0, 0.0, 0.0], [math.nan] * 3])
+def test_errors_that_have_no_logarithm_are_left_white(error: list[float]) -> None:
+    figure = figures.error_map(errors(error=error), source=SOURCE)
+    assert [math.isnan(cells(figure)[key][0]) for key in (("2", "9"), ("10", "9"), ("2", "10"))] == [not e > 0 for e in error]
+    assert list(figure.data[1].x) == ["10"]
+
+
+def test_of_equal_shapes_the_worst_is_shown() -> None:
+    twice = pd.concat([errors(), errors(error=1e-2, ok=False), errors()])
+    assert {z for z, _ in cells(figures.error_map(twice, source=SOURCE)).values() if not math.isnan(z)} == {-2}
+    lost = pd.concat([errors(error=math.nan, ok=False), errors()])
+    assert all(math.isnan(z) for z, _ in cells(figures.error_map(lost, source=SOURCE)).values())
+
+
+def test_equal_samples_have_a_place_in_the_figure() -> None:
+    figure = figures.snr_by_frame(noise(), source=SOURCE)
+    assert [(line.name, list(line.y)) for line in figure.data] == [("b", [160, 120]), ("a", [30, -3])]
+
+
+def test_no_decoder_is_left_out() -> None:
+    many = pd.DataFrame({"decoder": list("abcdefg"), "frame": 0, "snr_db": 50.0})
+    assert [line.name for line in figures.snr_by_frame(many, source=SOURCE).data] == list("abcdefg")
+
+
+def test_lengths_are_in_the_order_of_numbers() -> None:
+    figure = figures.outcomes_by_frames(outcomes(), source=SOURCE)
+    assert list(figure.layout.xaxis.categoryarray) == ["9", "50", "100"]
+    assert {bar.name: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data} == {
+        "exact": {"50": 10},
+        "padded": {"9": 2},
+        "fallback": {"100": 1},
+    }
+
+
+def test_what_was_not_captured_has_no_bar() -> None:
+    assert list(figures.memory_by_bucket(memory(), source=SOURCE).data[0].x) == ["8x50", "1x4"]
+
+
+def test_error_bars_go_from_quartile_to_quartile() -> None:
+    frame = latency().assign(eager_ms_q1=[3.0, 8.0], eager_ms_q3=[6.0, 8.5])
+    eager = figures.latency_by_shape(frame, source=SOURCE).data[0]
+    assert (list(eager.error_y.arrayminus), list(eager.error_y.array)) == ([1, 0], [2, 0.5])
