@@ -84,8 +84,9 @@ class GraphedDecoder(GraphOwner):
             if way is not None and way.pieces and live.reason(codes.device, self.check_stale) is None:
                 with live.pool:
                     if not live.retired:
+                        audio = replay(way.pieces, codes)
                         way.tally.calls += 1  # under the pool's lock: no other path counts a hit of this shape without timing it
-                        return replay(way.pieces, codes)
+                        return audio
         return self._decode(codes, shape)
 
     def _decode(self, codes: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

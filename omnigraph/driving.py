@@ -102,7 +102,7 @@ class Driven:
 def sample(calls: Calls, limit: int, seed: int = 0) -> list[Shape]:
     """At most `limit` calls drawn without replacement, so that each shape keeps its share; in random order.
 
-    >>> Counter(sample({Shape(1, 25): 30, Shape(1, 50): 10}, limit=4)).total()
+    >>> len(sample({Shape(1, 25): 30, Shape(1, 50): 10}, limit=4))
     4
     """
     chance = random.Random(seed)

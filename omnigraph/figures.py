@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import cycle
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from omnigraph._needs import need
@@ -33,7 +34,7 @@ def _go() -> Any:
 
 def _finish(figure: go.Figure, title: str, x: str, y: str, source: str, **more: Any) -> go.Figure:
     """Title with the source of the numbers under it, and axes with units."""
-    heading = {"text": title, "subtitle": {"text": source, "font": {"size": 11, "color": "#555"}}}
+    heading = {"text": title, "subtitle": {"text": "<br>".join(wrap(source, 90)), "font": {"size": 11, "color": "#555"}}}
     margin = {"t": 80, "b": 60, "l": 70, "r": 20}
     return figure.update_layout(
         title=heading, xaxis_title=x, yaxis_title=y, template="plotly_white", height=420, margin=margin, legend={"orientation": "v"}, **more
@@ -117,7 +118,11 @@ def error_map(frame: pd.DataFrame, source: str) -> go.Figure:
     known = cells["log"].dropna()
     low, high = (math.floor(known.min()), max(math.ceil(known.max()), math.floor(known.min()) + 1)) if len(known) else (0, 1)
     ticks = [digit * 10.0**power for power in range(low, high) for digit in (1, 2, 5)] + [10.0**high]
-    bar = {"title": "relative<br>error (log)", "tickvals": [math.log10(t) for t in ticks], "ticktext": [f"{t:g}" for t in ticks]}
+    bar = {
+        "title": {"text": "relative error (log)", "side": "right"},
+        "tickvals": [math.log10(t) for t in ticks],
+        "ticktext": [f"{t:g}" for t in ticks],
+    }
     figure = go.Figure(
         go.Heatmap(
             x=x,
@@ -177,7 +182,8 @@ def seams(frame: pd.DataFrame, joints: Sequence[int], source: str) -> go.Figure:
         figure.add_trace(go.Scatter(x=frame.index, y=frame[name].round(4), name=name, mode="lines", line={"width": 1.5, "color": colour}))
     for joint in joints:
         figure.add_vline(x=joint, line={"dash": "dash", "width": 1, "color": "#555"})
-    return _finish(figure, "Audio and the joints of its chunks (dashed)", "sample", "amplitude", source, showlegend=True)
+    figure = _finish(figure, "Audio and the joints of its chunks (dashed)", "sample", "amplitude", source, showlegend=True)
+    return figure.update_xaxes(tickformat=",d").update_yaxes(rangemode="tozero").update_layout(legend={"orientation": "h", "y": -0.2})
 
 
 def error_by_context(frame: pd.DataFrame, source: str, *, receptive_field: int | None = None, floor: float | None = None) -> go.Figure:
@@ -201,10 +207,11 @@ def error_by_context(frame: pd.DataFrame, source: str, *, receptive_field: int |
         figure.add_hline(y=floor, line={"dash": "dot", "color": "#555"})
         where = {"x": 1, "xref": "paper", "xanchor": "right", "y": math.log10(floor), "yanchor": "bottom"}
         figure.add_annotation(**where, text="a full decode's own rounding", showarrow=False)
-    figure = _finish(
-        figure, "Error by left context", "left context (frames)", "error relative to a full decode (log)", source, showlegend=True
-    )
-    return figure.update_yaxes(type="log", exponentformat="power", dtick=1 if frame["error"].max() > 100 * frame["error"].min() else "D2")
+    low, high = (math.floor(math.log10(e)) for e in (min(frame["error"].min(), floor or 1), frame["error"].max()))
+    ticks = [digit * 10.0**power for power in range(low, high + 1) for digit in ((1, 2, 5) if high - low < 3 else (1,))]
+    y = "error relative to a full decode (log)"
+    figure = _finish(figure, "Error by left context", "left context (frames)", y, source, showlegend=True)
+    return figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
 
 
 def packing(frame: pd.DataFrame, source: str) -> go.Figure:
@@ -233,10 +240,10 @@ def packing(frame: pd.DataFrame, source: str) -> go.Figure:
             figure.add_trace(bar.update(marker_color=palette[request], legendgroup=str(request)), at, 1)
         names = calls["batch"].astype(str) + "x" + calls["length"].astype(str)
         figure.update_yaxes(autorange="reversed", tickvals=calls["call"], ticktext=names, row=at, col=1)
-    figure.update_traces(orientation="h", marker_line={"width": 1, "color": "white"}, showlegend=False)
+    figure.update_traces(orientation="h", width=0.85, marker_line={"width": 1, "color": "white"}, showlegend=False)
     figure.update_traces(showlegend=True, row=1, col=1)
     title = "Windows in decoder calls"
-    figure = _finish(figure, title, "", "", source, barmode="overlay", bargap=0.15)
+    figure = _finish(figure, title, "", "", source, barmode="overlay")
     figure.update_xaxes(title="frames decoded, row after row of the batch", row=len(ways), col=1)
     return figure.update_layout(height=180 + 18 * sum(heights), margin={"t": 110}, legend={"title": "request of"})
 
@@ -252,8 +259,10 @@ def first_audio(frame: pd.DataFrame, source: str) -> go.Figure:
     for way, part in frame.groupby("way", sort=False):
         middle = part["first_ms"]
         bars = {"type": "data", "symmetric": False, "array": part["first_ms_q3"] - middle, "arrayminus": middle - part["first_ms_q1"]}
-        look = {"marker_color": COLOURS["eager" if way == "eager" else "replay"], "text": middle.round(1), "textposition": "inside"}
-        figure.add_trace(go.Bar(x=part["ramp"], y=middle, error_y=bars, name=str(way), insidetextanchor="start", **look))
+        look = {"marker_color": COLOURS["eager" if way == "eager" else "replay"], "text": middle.map("{:.1f}".format)}
+        figure.add_trace(
+            go.Bar(x=part["ramp"], y=middle, error_y=bars, name=str(way), textposition="inside", insidetextanchor="start", **look)
+        )
     x = "ramp (frames of the first chunks, before those of 25)"
-    figure = _finish(figure, "Compute time to first audio", x, "ms to the first chunk's audio, median and quartiles", source)
+    figure = _finish(figure, "Compute time to first audio", x, "ms, median and quartiles", source)
     return figure.update_xaxes(type="category")

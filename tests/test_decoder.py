@@ -547,6 +547,10 @@ def test_an_error_in_a_replay_is_the_callers_and_the_next_call_works() -> None:
         with pytest.raises(IndexError):
             decoder.decode(torch.full((5, 4, 5), 10_000))
         assert check(decoder, codes_for(module, 1, 5)).kind == "exact"
+        with pytest.raises(IndexError):
+            decoder.decode(torch.full((1, 4, 5), 10_000))  # on the path of shapes that were seen before
+        assert decoder.stats.calls == 0
+        assert check(decoder, codes_for(module, 1, 5)).kind == "exact"
         assert check(decoder, codes_for(module, 1, 4)).kind == "padded"
 
 

@@ -45,18 +45,45 @@ def noise() -> Any:
     return pd.DataFrame({"decoder": ["b", "b", "a", "a"], "frame": [0, 1, 0, 1], "snr_db": [math.inf, 120.0, 30.0, -3.0]})
 
 
+def audio() -> Any:
+    return pd.DataFrame({"full": [0.1, 0.2, -0.1], "in chunks": [0.1, 0.25, -0.1]}, index=[99, 100, 101])
+
+
+def contexts() -> Any:
+    rows = {"dtype": ["float32", "float32", "bfloat16"], "context": [4, 8, 4], "error": [1e-2, 1e-6, 4e-2]}
+    return pd.DataFrame(rows | {"snr_db": [40.0, 120.0, 28.0]})
+
+
+def windows(ways: int = 1) -> Any:
+    one = {"call": [0, 0, 1], "batch": [2, 2, 1], "length": [50, 50, 25], "row": [0, 1, 0], "frames": [50, 40, 12], "request": [0, 1, 1]}
+    return pd.concat([pd.DataFrame(one).assign(way=f"way {n}") for n in range(ways)])
+
+
+def ramps() -> Any:
+    times = {f"first_ms{part}": [20.0 + n, 10.0 + n] for n, part in enumerate(("_q1", "", "_q3"))}
+    return pd.DataFrame({"ramp": ["5", "5"], "way": ["eager", "graphs"], **times})
+
+
+def seams(frame: Any, source: str) -> Any:
+    return figures.seams(frame, [100], source)
+
+
 DRAWN: dict[Callable[..., Any], tuple[Any, str, str]] = {  # with what; words on the x axis and the y axis
     figures.latency_by_shape: (latency(), "batch x frames", "ms a call"),
     figures.outcomes_by_frames: (outcomes(), "frames", "calls"),
     figures.memory_by_bucket: (memory(), "batch x frames", "MiB"),
     figures.error_map: (errors(), "frames", "rows"),
     figures.snr_by_frame: (noise(), "frame", "dB"),
+    seams: (audio(), "sample", "amplitude"),
+    figures.error_by_context: (contexts(), "frames", "relative"),
+    figures.packing: (windows(), "frames", ""),  # the calls have their names on the y axis
+    figures.first_audio: (ramps(), "frames", "ms"),
 }
 
 
 def test_each_figure_is_tried_here() -> None:
     public = [f for name, f in inspect.getmembers(figures, inspect.isfunction) if f.__module__ == figures.__name__ and name[0] != "_"]
-    assert [f.__name__ for f in public if f not in DRAWN] == [], "add an example to DRAWN"
+    assert sorted({f.__name__ for f in public} - {f.__name__ for f in DRAWN}) == [], "add an example to DRAWN"
 
 
 @pytest.mark.parametrize("draw", DRAWN, ids=lambda draw: draw.__name__)
@@ -69,7 +96,7 @@ def test_it_names_its_axes_its_units_and_its_source(draw: Callable[..., Any]) ->
     assert figure.layout.title.text
     assert figure.layout.title.subtitle.text == SOURCE
     assert x in figure.layout.xaxis.title.text
-    assert y in figure.layout.yaxis.title.text
+    assert y in (figure.layout.yaxis.title.text or "")
     pd.testing.assert_frame_equal(frame, before)
     assert draw(frame, source=SOURCE).to_json() == figure.to_json()
 
@@ -78,9 +105,9 @@ def test_it_names_its_axes_its_units_and_its_source(draw: Callable[..., Any]) ->
 def test_colours_are_those_that_the_colour_blind_tell_apart(draw: Callable[..., Any]) -> None:
     drawn = json.loads(draw(DRAWN[draw][0], source=SOURCE).to_json())["data"]
     colours = [part["color"] for trace in drawn for part in (trace.get("marker", {}), trace.get("line", {})) if "color" in part]
-    assert set(colours) <= {*figures.COLOURS.values(), "black"}
-    bars = [trace["marker"]["color"] for trace in drawn if trace["type"] == "bar"]
-    assert len(set(bars)) == len(bars)
+    assert set(colours) <= {*figures.COLOURS.values(), "black", "#D9D9D9"}
+    bars = {trace["name"]: trace["marker"]["color"] for trace in drawn if trace["type"] == "bar"}
+    assert len(set(bars.values())) == len(bars)
 
 
 def cells(figure: Any) -> dict[tuple[str, str], tuple[Any, str]]:
@@ -151,3 +178,15 @@ def test_error_bars_go_from_quartile_to_quartile() -> None:
     frame = latency().assign(eager_ms_q1=[3.0, 8.0], eager_ms_q3=[6.0, 8.5])
     eager = figures.latency_by_shape(frame, source=SOURCE).data[0]
     assert (list(eager.error_y.arrayminus), list(eager.error_y.array)) == ([1, 0], [2, 0.5])
+
+
+def test_joints_are_marked() -> None:
+    figure = seams(audio(), source=SOURCE)
+    assert [(line.x0, line.x1) for line in figure.layout.shapes] == [(100, 100)]
+
+
+def test_each_way_of_packing_says_what_it_decodes() -> None:
+    figure = figures.packing(windows(ways=2), source=SOURCE)
+    assert [note.text for note in figure.layout.annotations] == [f"way {n}: 2 calls, 125 frames decoded for 102" for n in range(2)]
+    assert figure.layout.xaxis2.title.text.startswith("frames decoded")
+    assert list(figure.layout.yaxis.ticktext) == ["2x50", "1x25"]

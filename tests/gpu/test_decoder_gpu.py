@@ -314,6 +314,29 @@ def test_threads_with_streams_of_their_own_while_the_decoder_is_reconfigured(sma
         assert decoder.stats.calls == 800
 
 
+def test_decoders_come_and_go_in_several_threads(small: nn.Module) -> None:
+    inputs = {call: codes_for(small, *call) for call in CALLS}
+    expected = {call: eager(small, codes) for call, codes in inputs.items()}
+    wrong: list[object] = []
+    torch.cuda.synchronize()
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(5):
+                    with warm(small) as decoder:
+                        wrong.extend(call for call in CALLS if not close_to(decoder.decode(inputs[call]), expected[call]))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
 def test_the_pools_bytes_and_what_closing_gives_back() -> None:
     module = tiny(hidden=512, upsample=64, device=DEVICE)  # without matrix products: cuBLAS keeps a workspace for each stream
     plan = BucketPlan.grid([1, 8], [512, 4096])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -266,6 +267,32 @@ def test_another_thread_may_allocate_copy_and_replay_during_captures() -> None:
     assert wrong == []
     for n in (0, 7, 29):
         check(lambda x, n=n: (x * n).cos(), graphs[n], normal(100))
+
+
+def test_another_thread_that_synchronizes_the_device_breaks_a_capture_at_most() -> None:
+    """CUDA may refuse either; neither may give a wrong result or leave the process unable to go on."""
+    pool, x, stop, captured = Pool(DEVICE), normal(100), threading.Event(), {}
+
+    def work() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.synchronize()
+
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for n in range(20):
+            with contextlib.suppress(CaptureError):
+                captured[n] = capture(lambda x, n=n: (x * n).cos(), x, pool=pool)
+    finally:
+        stop.set()
+        thread.join()
+    print(f"{len(captured)} of 20 captured")
+    for n, graph in captured.items():
+        check(lambda x, n=n: (x * n).cos(), graph, normal(100))
+    check(torch.sin, capture(torch.sin, x, pool=pool), normal(100))
 
 
 def test_within_somebody_elses_capture_a_replay_is_refused_and_theirs_completes() -> None:
