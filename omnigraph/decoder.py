@@ -63,7 +63,12 @@ class GraphedDecoder(GraphOwner):
         super().__init__(module, plan, padding, backend)
         self.num_quantizers, self.codebook_size = code_space(module, num_quantizers=num_quantizers, codebook_size=codebook_size)
         self.enabled, self.check_stale, self.latency, self.cost, self.check_codes = enabled, check_stale, latency, cost, check_codes
-        self.stats = ReplayStats()
+        self._stats = ReplayStats()
+
+    @property
+    def stats(self) -> ReplayStats:
+        """What happened to each call since the last `stats.reset()`."""
+        return self._stats
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """What `module(codes)` returns, by replays where a captured bucket serves the call.
@@ -79,7 +84,7 @@ class GraphedDecoder(GraphOwner):
         """
         shape = self.check(codes)
         live = self._live
-        if live is not None and self.enabled and not (self.latency or self.stats.log_every):
+        if live is not None and self.enabled and not (self.latency or self._stats.log_every):
             way = live.ways.get(shape)
             if way is not None and way.pieces and live.reason(codes.device, self.check_stale) is None:
                 with live.pool:
@@ -98,7 +103,7 @@ class GraphedDecoder(GraphOwner):
             if codes.device.type == "cuda":
                 torch.cuda.synchronize(codes.device)
             milliseconds = (time.perf_counter() - start) * 1e3
-        self.stats.count(tally or self.stats.tally(Shape(*shape), served), milliseconds)
+        self._stats.count(tally or self._stats.tally(Shape(*shape), served), milliseconds)
         return audio
 
     def _serve(self, codes: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.Tensor, Outcome, Tally | None]:
@@ -139,7 +144,7 @@ class GraphedDecoder(GraphOwner):
         return Fallback.NOT_WARMED_UP if live is None else live.reason(device, self.check_stale)
 
     def _way(self, live: Live, shape: tuple[int, int]) -> Way | None:
-        return live.ways.get(shape) or live.way(Shape(*shape), self.cost, self.padding != "exact", self.stats)
+        return live.ways.get(shape) or live.way(Shape(*shape), self.cost, self.padding != "exact", self._stats)
 
     def check(self, codes: torch.Tensor, *, empty: bool = False, values: bool = True) -> tuple[int, int]:
         """`(batch, frames)` of codes that can be decoded.
