@@ -49,6 +49,20 @@ def test_outputs_are_those_of_one_run_from_top_to_bottom(path: Path) -> None:
 
 
 @each
+def test_nothing_was_written_to_stderr_but_progress(path: Path) -> None:
+    written = [output.text for cell in cells(path) for output in cell.outputs if output.get("name") == "stderr"]
+    assert [text for text in written if "%|" not in text] == []
+
+
+@each
+def test_the_tests_that_it_names_exist(path: Path) -> None:
+    sources = " ".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", path.read_text(encoding="utf-8")))
+    files = {file.stem for file in (ROOT / "tests").rglob("test_*.py")}
+    assert sorted(name for name in named if f"def {name}(" not in sources and name not in files) == []
+
+
+@each
 def test_no_stored_cell_raised(path: Path) -> None:
     raised = [
         (cell.execution_count, output.ename)
