@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from omnigraph._record import Arena, recording
+from omnigraph._record import Arena
+from omnigraph._recorder import recording
 
 Backend = Literal["cuda", "cpu"]
 

@@ -16,7 +16,8 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only
 
 from omnigraph._pool import Backend, Pool, capturing, quiet
-from omnigraph._record import Recording, refuse_within_a_recording, tensors_of
+from omnigraph._record import Recording
+from omnigraph._recorder import refuse_within_a_recording, tensors_of
 
 _ONE_AT_A_TIME = threading.RLock()  # captures in this process
 

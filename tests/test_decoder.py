@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 
 import omnigraph._owner as owner_module
 from omnigraph import _warmup
-from omnigraph._record import recording
+from omnigraph._recorder import recording
 from omnigraph.compare import Reference, compare
 from omnigraph.decoder import GraphedDecoder
 from omnigraph.graph import capture

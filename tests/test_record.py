@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
 from omnigraph._pool import Pool
-from omnigraph._record import Arena, HostRead, Recording, recording
+from omnigraph._record import Arena, Recording
+from omnigraph._recorder import HostRead, recording
 from omnigraph.graph import CapturedGraph, CaptureError, capture
 
 
