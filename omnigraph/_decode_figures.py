@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from omnigraph._drawing import COLOURS, finish, plotly
 from omnigraph._files import read_json
-from omnigraph.figures import COLOURS, _finish, _go
 from omnigraph.models.qwen_bench import to_frame
 from omnigraph.recorded import source_of
 
@@ -78,7 +78,7 @@ def prefix_bench(path: str | os.PathLike[str]) -> PrefixBench:
 
 
 def _lines(frame: pd.DataFrame, x: str, ways: tuple[str, ...]) -> go.Figure:
-    go, figure = _go(), _go().Figure()
+    go, figure = plotly(), plotly().Figure()
     for way in ways:
         if way in frame:
             name, colour, dash = _WAYS[way]
@@ -100,7 +100,7 @@ def step_times(frame: pd.DataFrame, source: str) -> go.Figure:
         source: device, date, measured or recorded.
     """
     figure = _lines(frame, "target", ("eager_ms", "step_ms", "graph_ms", "compiled_ms"))
-    return _finish(figure, "A denoising step", "target tokens", "ms a step, median and quartiles", source)
+    return finish(figure, "A denoising step", "target tokens", "ms a step, median and quartiles", source)
 
 
 def contention_times(frame: pd.DataFrame, target: int, source: str) -> go.Figure:
@@ -111,7 +111,7 @@ def contention_times(frame: pd.DataFrame, target: int, source: str) -> go.Figure
         source: device, date, measured or recorded.
     """
     figure = _lines(frame[frame["target"] == target], "prefix", ("contention_eager_ms", "contention_refresh_ms", "copy_ms"))
-    return _finish(figure, f"Two requests on one key, {target} target tokens", "prefix tokens", "ms a step, mean of both requests", source)
+    return finish(figure, f"Two requests on one key, {target} target tokens", "prefix tokens", "ms a step, mean of both requests", source)
 
 
 def memory_by_entry(frame: pd.DataFrame, source: str) -> go.Figure:
@@ -121,7 +121,7 @@ def memory_by_entry(frame: pd.DataFrame, source: str) -> go.Figure:
         frame: `DecodeGraphCache.to_frame()`.
         source: device, date, measured or recorded.
     """
-    go = _go()
+    go = plotly()
     names = [f"{row.branch} {row.batch}x{row.prefix_tokens}<br>{row.layout}" for row in frame.itertuples()]
     buffers, added = frame["mib"] - frame["graph_mib"], frame["graph_mib"]
     figure = go.Figure(
@@ -130,7 +130,7 @@ def memory_by_entry(frame: pd.DataFrame, source: str) -> go.Figure:
             go.Bar(y=names, x=added, name="added to the shared pool", orientation="h", marker_color=COLOURS["memory"]),
         ]
     )
-    return _finish(figure, "Memory by entry", "MiB", "", source, barmode="stack").update_yaxes(automargin=True)
+    return finish(figure, "Memory by entry", "MiB", "", source, barmode="stack").update_yaxes(automargin=True)
 
 
 def outcomes_by_key(frame: pd.DataFrame, source: str) -> go.Figure:
@@ -140,9 +140,9 @@ def outcomes_by_key(frame: pd.DataFrame, source: str) -> go.Figure:
         frame: `DecodeGraphCache.stats.to_frame()`.
         source: device, date, measured or recorded.
     """
-    go, figure = _go(), _go().Figure()
+    go, figure = plotly(), plotly().Figure()
     served = frame["reason"].where(frame["kind"] == "fallback", "replayed")
     for kind, part in frame.assign(served=served).groupby("served"):
         colour = COLOURS["exact"] if kind == "replayed" else None
         figure.add_trace(go.Bar(y=part["call"], x=part["calls"], name=str(kind), orientation="h", marker_color=colour))
-    return _finish(figure, "How steps were served", "steps", "", source, barmode="stack").update_yaxes(automargin=True)
+    return finish(figure, "How steps were served", "steps", "", source, barmode="stack").update_yaxes(automargin=True)

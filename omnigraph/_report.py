@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from omnigraph._html import table
 from omnigraph._needs import need
 from omnigraph.shapes import Bucket, BucketPlan, Calls, Cost, Route, Shape, route
 
@@ -64,14 +65,18 @@ class Routes:
             lengths.append(-frames)
             cheapest.append(best[batch][3])
 
-    def of(self, shape: Shape) -> Route:
-        """What `route` picks for a call of `shape`."""
+    def seen(self, shape: Shape) -> tuple[Bucket, ...]:
+        """The buckets that may serve a call of `shape`: one of each batch size at most."""
         seen = []
         for lengths, cheapest in self._cheapest.values():
             at = bisect_right(lengths, -shape.frames)
             if at:
                 seen.append(cheapest[at - 1])
-        return route(shape, seen, self.cost, pad_frames=self.pad_frames, pad_batch=self.pad_batch, split=self.split)
+        return tuple(seen)
+
+    def of(self, shape: Shape) -> Route:
+        """What `route` picks for a call of `shape`."""
+        return route(shape, self.seen(shape), self.cost, pad_frames=self.pad_frames, pad_batch=self.pad_batch, split=self.split)
 
     def ms(self, taken: Route) -> float:
         """Milliseconds of a call that takes a route."""
@@ -205,7 +210,7 @@ class PlanReport:
             shares = (f"{e.hit_rate:.1%}", f"{e.padded_share:.1%}")
             lines.append((e.name, str(e.graphs), *times, *shares, f"{e.pool_bytes / 2**20:.1f}", f"{e.warmup_seconds:.2f}"))
         widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-        table = [
+        lined_up = [
             "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
             for line in lines
         ]
@@ -216,4 +221,23 @@ class PlanReport:
             f"Plan: {' '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' * (len(names) > SHOWN)}.",
             f"{proven} ({self.method}), {self.over_floor:.2%} over the floor; the knee is at {self.knee} graph{'s' * (self.knee != 1)}.",
         ]
-        return "\n".join([*table, "", *about, *(f"Note: {note}" for note in self.notes)])
+        return "\n".join([*lined_up, "", *about, *(f"Note: {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        heads = ["", "graphs", "ms a call", "p50", "p95", "p99", "hits", "padding", "pool MiB", "warm-up s"]
+        rows = [
+            [
+                e.name,
+                e.graphs,
+                e.ms,
+                e.p50,
+                e.p95,
+                e.p99,
+                f"{e.hit_rate:.1%}",
+                f"{e.padded_share:.1%}",
+                e.pool_bytes / 2**20,
+                e.warmup_seconds,
+            ]
+            for e in (self.eager, self.chosen, self.heuristic, self.floor)
+        ]
+        return table(self.verdict, heads, rows, str(self).split("\n\n", 1)[1].split("\n")[1:])

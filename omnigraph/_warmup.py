@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omnigraph._html import table
 from omnigraph._needs import need
 from omnigraph._pool import Pool
 from omnigraph.facts import DecoderFacts
@@ -86,6 +87,12 @@ class CaptureReport:
         ]
         lines += [f"  {row.bucket}: {'captured as ' + str(row.captured) if row.captured else 'eager'}: {row.error}" for row in self.failed]
         return "\n".join(lines + ([self.note] if self.note else []))
+
+    def _repr_html_(self) -> str:
+        heads = ["bucket", "captured as", "seconds", "compile seconds", "MiB", "error"]
+        failed_first = sorted(self.rows, key=lambda row: not row.error)
+        rows = [[r.bucket, r.captured or "no graph", r.seconds, r.compile_seconds, r.nbytes / 2**20, r.error] for r in failed_first]
+        return table(str(self).partition("\n")[0], heads, rows, [self.note])
 
 
 def compile_module(module: torch.nn.Module) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from omnigraph._html import table
 from omnigraph._needs import need
 from omnigraph.decoder import GraphedDecoder
 from omnigraph.shapes import Shape
@@ -86,6 +87,15 @@ class Comparison:
         wrong = [f"  {row.shape}: {row.problem}" for row in self.rows if not row.ok]
         verdict = "all as eager" if self.ok else f"{len(wrong)} not as eager"
         return "\n".join([f"{len(self.rows)} calls in {self.dtype} on {self.device}: {verdict}, {bitwise} of them bitwise", *wrong])
+
+    def _repr_html_(self) -> str:
+        heads = ["call", "served", "by", "bitwise", "error", "eager's error", "SNR dB", "problem"]
+        wrong_first = sorted(self.rows, key=lambda row: row.ok)
+        rows = [
+            [r.shape, r.outcome.kind, by or str(r.outcome.reason), r.bitwise, r.error, r.eager_error, r.snr_db, r.problem]
+            for r, by in ((r, " + ".join(map(str, r.outcome.buckets))) for r in wrong_first)
+        ]
+        return table(str(self).partition("\n")[0], heads, rows)
 
 
 @contextmanager

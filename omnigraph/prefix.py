@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from omnigraph._fingerprint import Fingerprint
+from omnigraph._html import table
 from omnigraph._needs import need
 from omnigraph._pool import Pool, capturing, environment
 from omnigraph._prefix_entries import Entries
@@ -251,6 +252,11 @@ class DecodeGraphCache:
         entries = self._entries.live.values()
         captured = sum(entry.graph is not None for entry in entries)
         return f"<DecodeGraphCache: {len(entries)} entries, {captured} captured, {self.nbytes:,} bytes; {self.stats}>"
+
+    def _repr_html_(self) -> str:
+        with self._lock:
+            records = self._entries.records()
+        return table(repr(self)[1:-1], list(records[0]) if records else [], [list(row.values()) for row in records])
 
 
 def _fit(buffers: DecodeBuffers, hidden: Tensor, timestep: Tensor) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from omnigraph._files import FileError, read_json, write_json
+from omnigraph._html import table
 from omnigraph._measure import measure_points
 from omnigraph._needs import need
 from omnigraph._points import Point, Surface
@@ -276,3 +277,12 @@ class Profile:
     def __repr__(self) -> str:
         about = ", ".join(self.made_for.values()) or "unnamed"
         return f"<Profile of {about}: {len(self.eager)} shapes eager, {len(self.plain)} plain, {len(self.compiled)} compiled>"
+
+    def _repr_html_(self) -> str:
+        ways = (self.eager, self.plain, self.compiled)
+        rows = [
+            [shape, *(points[shape].ms if shape in points else "" for points in ways)] for shape in sorted({p.shape for p in self.points})
+        ]
+        about = ", ".join(f"{name} {self.provenance[name]}" for name in ("device", "torch", "date") if name in self.provenance)
+        failed = [f"no graph of {bucket}: {why}" for bucket, why in [*self.failed.items()][:5]]
+        return table(repr(self)[1:-1], ["call", "eager ms", "replay ms", "compiled ms"], rows, [about, *failed])

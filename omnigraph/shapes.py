@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from omnigraph._files import FileError, read_json, write_json
+from omnigraph._html import table
 
 SCHEMA = "omnigraph.plan/1"
 MAX_WASTE = 2.0  # without measured costs: decode at most this many times the frames that were asked for
@@ -195,6 +196,14 @@ class BucketPlan:
     def __repr__(self) -> str:
         parts = [f"{name}={' '.join(map(str, shapes))}" for name, shapes in (("plain", self.plain), ("compiled", self.compiled)) if shapes]
         return f"BucketPlan({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        batches = sorted({bucket.shape.batch for bucket in self.buckets})
+        rows = [[b, *(", ".join(str(s.frames) for s in shapes if s.batch == b) for shapes in (self.plain, self.compiled))] for b in batches]
+        made_for = f"made for {', '.join(self.made_for.values())}" if self.made_for else ""
+        return table(
+            f"BucketPlan: {len(self)} bucket{'s' * (len(self) != 1)}", ["batch", "plain (frames)", "compiled (frames)"], rows, [made_for]
+        )
 
 
 def _padded(shape: Shape, how: How) -> float:

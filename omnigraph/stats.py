@@ -13,6 +13,7 @@ from statistics import median
 from threading import Lock
 from typing import TYPE_CHECKING, Literal
 
+from omnigraph._html import table
 from omnigraph._needs import need
 from omnigraph.shapes import Bucket, Route, Shape
 from omnigraph.trace import save_calls
@@ -221,3 +222,14 @@ class ReplayStats:
 
     def __repr__(self) -> str:
         return f"<ReplayStats {self}>"
+
+    def _repr_html_(self) -> str:
+        found, counts = Counter[tuple[str, str]](), self.counts()
+        for (_, outcome), n in counts.items():
+            found[f"{outcome.kind}{' compiled' * outcome.compiled}", str(outcome.reason or "")] += n
+        calls = sum(counts.values())
+        rows = [[kind, reason, n, f"{n / calls:.1%}"] for (kind, reason), n in sorted(found.items())]
+        misses = sum(n for (_, reason), n in found.items() if reason)
+        padding = sum(n * outcome.padding for (_, outcome), n in counts.items())
+        title = f"ReplayStats: {calls:,} calls, hit rate {(calls - misses) / max(calls, 1):.2f}, {padding:,} frames of padding"
+        return table(title, ["served", "reason", "calls", "share"], rows)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from omnigraph import figures
+from omnigraph.shapes import Shape
 
 pd = pytest.importorskip("pandas")
 go = pytest.importorskip("plotly.graph_objects")
@@ -68,6 +69,64 @@ def seams(frame: Any, source: str) -> Any:
     return figures.seams(frame, [100], source)
 
 
+def served() -> Any:
+    """1x9: 3 of 4 calls hit; 10x9 by a compiled graph; 2x10 eager; nothing of 1x10."""
+    rows = {"batch": [1, 1, 1, 10, 2], "frames": [9, 9, 9, 9, 10], "kind": ["exact", "split", "fallback", "padded", "fallback"]}
+    return pd.DataFrame(rows | {"compiled": [False, False, False, True, False], "calls": [2, 1, 1, 5, 7]})
+
+
+def spread() -> Any:
+    ways = ["eager", "eager", "eager", "this plan", "this plan"]
+    return pd.DataFrame({"way": ways, "ms": [10.0, 20.0, 30.0, 3.0, 2.0], "calls": [93, 4, 3, 60, 40]})
+
+
+def timeline(calls: int = 3) -> Any:
+    rows = {"start": [0.5 * n for n in range(calls)], "ms": 2.0, "batch": 1, "frames": 25, "kind": "exact", "compiled": False}
+    frame = pd.DataFrame(rows | {"bucket": "1x25", "reason": ""})
+    frame.loc[1, ["kind", "bucket", "reason"]] = ["fallback", "", "no_bucket"]
+    return frame
+
+
+def work() -> Any:
+    return pd.DataFrame({"bucket": ["1x25", "8x50", "eager"], "asked_frames": [100, 700, 50], "padded_frames": [0, 150, 0]})
+
+
+def costs() -> Any:
+    return pd.DataFrame({"bucket": ["1x25", "8x50", "scratch of all"], "mib": [1.5, 9.0, 400.0], "seconds": [0.1, 20.0, 0.0]})
+
+
+def gains(graphs: int = 3) -> Any:
+    return pd.DataFrame({"graphs": range(graphs), "ms": [12.0 / (n + 1) for n in range(graphs)], "buckets": ["", *["1x25"] * (graphs - 1)]})
+
+
+def sides() -> Any:
+    return pd.DataFrame({"ms": [12.0, 5.0], "graphs": [0, 3], "hit_rate": [0.0, 0.97]}, index=["eager", "plan"])
+
+
+def profile() -> Any:
+    rows = {"batch": [1, 1, 2], "frames": [25, 50, 25], "how": ["eager", "plain", "plain"], "ms": [12.0, 5.0, 8.0], "spread": 0.2}
+    return pd.DataFrame(rows)
+
+
+def loads() -> Any:
+    rows = {
+        "load": [2, 1, 1, 2],
+        "plan": ["eager", "eager", "plan", "plan"],
+        "first_audio_p50": 0.2,
+        "first_audio_p95": [9.0, 0.5, 0.4, 0.6],
+    }
+    return pd.DataFrame(rows | {"underrun_share": [0.5, 0.0, 0.0, 0.01], "saturated": [True, False, False, False]})
+
+
+def predicted() -> Any:
+    rows = {"shape": ["1x25", "8x50"], "kind": ["exact", "fallback"], "calls": [3, 1], "predicted_ms": [2.0, 30.0]}
+    return pd.DataFrame(rows | {f"measured_ms{part}": [n, 30.0] for part, n in (("_q1", 2.0), ("", 3.0), ("_q3", 3.5))})
+
+
+def calls_histogram(frame: Any, source: str) -> Any:
+    return figures.calls_histogram({Shape(n, row.frames): row.calls for n, row in enumerate(frame.itertuples(), 1)}, source)
+
+
 DRAWN: dict[Callable[..., Any], tuple[Any, str, str]] = {  # with what; words on the x axis and the y axis
     figures.latency_by_shape: (latency(), "batch x frames", "ms a call"),
     figures.outcomes_by_frames: (outcomes(), "frames", "calls"),
@@ -78,12 +137,24 @@ DRAWN: dict[Callable[..., Any], tuple[Any, str, str]] = {  # with what; words on
     figures.error_by_context: (contexts(), "frames", "relative"),
     figures.packing: (windows(), "frames", ""),  # the calls have their names on the y axis
     figures.first_audio: (ramps(), "frames", "ms"),
+    figures.hit_map: (served(), "frames", "rows"),
+    figures.latency_distribution: (spread(), "ms", "%"),
+    figures.call_timeline: (timeline(), "seconds", "ms"),
+    figures.padded_work_by_bucket: (work(), "batch x frames", "frames"),
+    figures.bucket_costs: (costs(), "MiB", "batch x frames"),
+    figures.gain_curve: (gains(), "graphs", "ms a call"),
+    figures.side_by_side: (sides(), "ms a call", ""),
+    calls_histogram: (outcomes(), "frames", "calls"),
+    figures.profile_curves: (profile(), "frames", "ms"),
+    figures.service_by_load: (loads(), "load", "seconds"),
+    figures.predicted_against_measured: (predicted(), "predicted", "measured"),
 }
 
 
 def test_each_figure_is_tried_here() -> None:
-    public = [f for name, f in inspect.getmembers(figures, inspect.isfunction) if f.__module__ == figures.__name__ and name[0] != "_"]
-    assert sorted({f.__name__ for f in public} - {f.__name__ for f in DRAWN}) == [], "add an example to DRAWN"
+    public = {name for name, _ in inspect.getmembers(figures, inspect.isfunction)}
+    assert public <= set(figures.__all__)
+    assert sorted(public - {f.__name__ for f in DRAWN}) == [], "add an example to DRAWN"
 
 
 @pytest.mark.parametrize("draw", DRAWN, ids=lambda draw: draw.__name__)
@@ -190,3 +261,104 @@ def test_each_way_of_packing_says_what_it_decodes() -> None:
     assert [note.text for note in figure.layout.annotations] == [f"way {n}: 2 calls, 125 frames decoded for 102" for n in range(2)]
     assert figure.layout.xaxis2.title.text.startswith("frames decoded")
     assert list(figure.layout.yaxis.ticktext) == ["2x50", "1x25"]
+
+
+def test_a_map_shows_what_most_calls_of_a_cell_are_and_the_share_of_hits() -> None:
+    figure = figures.hit_map(served(), source=SOURCE)
+    found = {key: (kind if math.isnan(kind) else figures.KINDS[int(kind)], text) for key, (kind, text) in cells(figure).items()}
+    assert found["1", "9"] == ("exact", "75%")
+    assert found["10", "9"] == ("compiled", "100%")
+    assert found["2", "10"] == ("fallback", "0%")
+    assert math.isnan(found["1", "10"][0])
+    assert found["1", "10"][1] == ""
+    assert list(figure.data[0].y) == ["1", "2", "10"]
+    assert figure.layout.title.text.endswith("50.0% by replays")
+    assert {trace.name: trace.marker.color for trace in figure.data[1:]} == {
+        kind: figures.COLOURS[kind] for kind in figures.KINDS if kind != "padded"
+    }
+
+
+def test_a_map_of_many_lengths_counts_every_call_once() -> None:
+    frame = pd.DataFrame(
+        {"batch": 1, "frames": range(1, 1001), "kind": ["exact"] * 500 + ["fallback"] * 500, "compiled": False, "calls": 2}
+    )
+    heat = figures.hit_map(frame.assign(compiled=False), source=SOURCE).data[0]
+    assert (len(heat.x), heat.x[0], heat.x[-1]) == (100, "1-10", "991-1000")
+    assert list(heat.z[0]) == [0.0] * 50 + [4.0] * 50
+    assert heat.customdata[0][0] == "20 exact"
+
+
+def test_percentiles_are_those_of_the_calls_not_of_the_rows() -> None:
+    eager, marks, plan, _ = figures.latency_distribution(spread(), source=SOURCE).data
+    assert eager.name == "eager: p50 10, p95 20, p99 30 ms"
+    assert list(marks.x) == [10, 20, 30]
+    assert plan.name == "this plan: p50 3, p95 3, p99 3 ms"
+    assert (list(plan.x), list(plan.y)) == ([2, 2, 3], [0, 40, 100])
+
+
+def test_a_distribution_of_many_times_is_small_and_ends_at_all_calls() -> None:
+    many = pd.DataFrame({"way": "eager", "ms": [float(n) for n in range(1, 20_001)], "calls": 1})
+    line = figures.latency_distribution(many, source=SOURCE).data[0]
+    assert len(line.x) <= 402
+    assert (line.x[-1], line.y[-1]) == (20_000, 100)
+    assert line.y[200] == pytest.approx(line.x[200] / 200, abs=0.01)
+
+
+def test_a_timeline_keeps_what_is_rare() -> None:
+    figure = figures.call_timeline(timeline(calls=2501), source=SOURCE)
+    assert {trace.name: len(trace.x) for trace in figure.data} == {"exact (1 in 3 of 2,500)": 834, "fallback (1)": 1}
+    assert figure.data[1].customdata[0] == "1x25: no_bucket"
+
+
+def test_padded_work_is_a_share_of_all_that_is_decoded() -> None:
+    figure = figures.padded_work_by_bucket(work(), source=SOURCE)
+    assert figure.layout.title.text == "Padded work: 15.0% of all frames decoded"
+    assert {bar.name: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data} == {
+        "asked for": {"1x25": 100, "8x50": 700},
+        "padding": {"1x25": 0, "8x50": 150},
+        "decoded eagerly": {"eager": 50},
+    }
+
+
+def test_bucket_costs_are_added_up_and_listed_from_the_top() -> None:
+    figure = figures.bucket_costs(costs().assign(compile_seconds=1.0), source=SOURCE)
+    assert figure.layout.title.text == "Memory and warm-up: 410 MiB, 23.1 s"
+    assert list(figure.layout.yaxis.categoryarray) == ["scratch of all", "8x50", "1x25"]
+    assert list(figure.data[1].x) == pytest.approx([1.1, 21.0, 1.0])
+    assert "seconds" in figure.layout.xaxis2.title.text
+
+
+def test_the_plan_in_use_is_on_the_curve_and_in_sight() -> None:
+    figure = figures.gain_curve(gains(200), SOURCE, knee=5, plan=(33, 1.5))
+    assert (figure.data[1].x, figure.data[1].y, figure.data[1].name) == ((33,), (1.5,), "this plan: 33 graphs, 1.5 ms")
+    assert figure.layout.xaxis.range[1] == 66.5
+    assert figures.gain_curve(gains(4), SOURCE, plan=(33, 1.5)).layout.xaxis.range[1] == 33.5
+    assert [note.text for note in figure.layout.annotations] == ["knee: 5"]
+
+
+def test_loads_are_in_order_and_saturation_shows() -> None:
+    eager = figures.service_by_load(loads(), source=SOURCE).data[0]
+    assert (list(eager.x), list(eager.y), list(eager.marker.symbol)) == ([1, 2], [0.5, 9], ["circle", "circle-open"])
+    assert list(figures.service_by_load(loads(), source=SOURCE).data[1].y) == [0, 50]
+
+
+def test_how_far_off_a_prediction_is_weighs_by_calls() -> None:
+    assert "takes 1.38 times" in figures.predicted_against_measured(predicted(), source=SOURCE).layout.title.text  # (3 * 1.5 + 1) / 4
+
+
+def test_a_profile_is_drawn_for_one_batch_size() -> None:
+    lines = figures.profile_curves(profile(), SOURCE, batch=1).data
+    assert {line.name: list(line.y) for line in lines} == {"eager": [12], "replay": [5]}
+    assert list(lines[0].error_y.array) == [0.1]
+
+
+def test_calls_of_all_batch_sizes_are_counted_together() -> None:
+    bar = calls_histogram(outcomes(), SOURCE).data[0]
+    assert dict(zip(bar.x, bar.y, strict=True)) == {50: 10, 9: 2, 100: 1}
+
+
+def test_one_miss_among_many_calls_is_not_all_hits() -> None:
+    frame = pd.DataFrame({"batch": 1, "frames": 9, "kind": ["exact", "fallback"], "compiled": False, "calls": [99_999, 1]})
+    figure = figures.hit_map(frame, source=SOURCE)
+    assert figure.layout.title.text.endswith("99.9% by replays")
+    assert cells(figure)["1", "9"] == (0, "99%")
