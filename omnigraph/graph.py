@@ -231,7 +231,7 @@ def capture(
         compiled: `fn` is compiled code, which a CPU cannot record and calls instead.
 
     Raises:
-        CaptureError: `fn` failed, alone or under capture. The process can go on, and so can the pool's other graphs.
+        CaptureError: `fn` failed, alone or under capture. The pool's other graphs stay as they were.
         ValueError: the inputs are not all on the pool's device, or the backend does not run there.
 
     >>> graph = capture(lambda x: x * 2 + 1, torch.zeros(3))
