@@ -163,7 +163,8 @@ class _Capturing:
     The first plain bucket, the largest, is called once before its capture. The others are captured at once, which halves the start-up
     of a large model. That is right for a module whose calls leave nothing behind. Where a capture fails, or keeps memory beyond its
     output (a cache by shape that it filled, in memory that the pool's graphs will overwrite), it is thrown away, the shape is called and
-    captured again, and every later one is called first.
+    captured again, and every later one is called first. What is kept is known as a sum: a cache that takes the place of a larger one is
+    not seen.
     """
 
     def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any], facts: DecoderFacts, pool: Pool) -> None:

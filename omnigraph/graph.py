@@ -79,10 +79,10 @@ class _CudaGraph:
         self.launch = self.graph.replay
 
     def _end(self, pool: Pool) -> None:
-        """End the capture. Of an invalid one torch (2.9 to 2.11 at least) leaves behind an allocator and a generator that still capture.
+        """End the capture. Of an invalid one torch 2.11 leaves behind an allocator and a random generator that still capture.
 
-        The first is told by hand, the second by a capture that works: it ends the generator's state, without which the next random number
-        of the process would fail.
+        The first is told by hand; a capture that works is meant to end the second's state, without which the next random number of the
+        process fails. That has not been seen to work yet: `test_a_failed_capture_leaves_the_process_able_to_go_on` in tests/gpu.
         """
         try:
             self.graph.capture_end()
@@ -133,7 +133,7 @@ class CapturedGraph:
 
     `inputs` and `outputs` are its static tensors, `nbytes` what its capture added to the pool and its own static inputs hold,
     `seconds` what the capture took, `baked` the host reads of constants that were recorded as their values (CPU), `retained` the bytes
-    that the callable kept beyond its outputs (CUDA): something remembers a tensor whose memory the pool's graphs will overwrite.
+    that the callable kept beyond its outputs, less what it let go (CUDA): something remembers a tensor that other graphs will overwrite.
     """
 
     def __init__(self, launcher: _Launcher, inputs: tuple[Any, ...], pool: Pool, nbytes: int, seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isqrt
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
@@ -140,6 +141,11 @@ def step_times(
         yield row
 
 
+def _each(cases: Sequence[Case]) -> None:
+    for case in cases:
+        case.either()
+
+
 @torch.no_grad()
 def contention_times(model: nn.Module, targets: Sequence[int], prefixes: Sequence[int], *, repeats: int = 20) -> Iterator[Row]:
     """Yield a row for each target and prefix length: two live requests on one key, a step of each in turn.
@@ -152,11 +158,11 @@ def contention_times(model: nn.Module, targets: Sequence[int], prefixes: Sequenc
             for way in ("refresh", "eager"):
                 cache = DecodeGraphCache(QwenImageAdapter(model), contention=way)
                 cases = [Case(model, cache, target, text, seed=seed) for seed in (1, 2)]
-                pair = milliseconds(lambda cases=cases: [case.either() for case in cases], cases[0].device, repeats)  # type: ignore[misc]
+                pair = milliseconds(partial(_each, cases), cases[0].device, repeats)
                 row[f"contention_{way}_ms"] = {name: value if name == "runs" else value / 2 for name, value in pair.items()}
                 if way == "refresh":
                     case, entry = cases[0], cases[0].entry()
-                    row["copy_ms"] = milliseconds(lambda case=case, entry=entry: entry.refresh(case.prefix), case.device, repeats)  # type: ignore[misc]
+                    row["copy_ms"] = milliseconds(partial(entry.refresh, case.prefix), case.device, repeats)
                     row |= {"graph_ms": milliseconds(case.graph, case.device, repeats), "copy_bytes": case.prefix.nbytes}
                     row["eager_ms"] = milliseconds(case.eager, case.device, repeats)
                 cache.clear()
