@@ -52,7 +52,7 @@ class Way(NamedTuple):
 
 @dataclass
 class Live:
-    """Captured graphs and what held at their capture. `unsafe` says why there may be none; `ways` remembers the routes taken."""
+    """Captured graphs and what held at their capture. `unsafe` says why there may be none; `ways` are routes taken, by the codes' shape."""
 
     pool: Pool
     graphs: dict[Bucket, CapturedGraph]
@@ -60,7 +60,7 @@ class Live:
     unsafe: str
     fingerprint: Fingerprint
     environment: tuple[object, ...]
-    ways: dict[tuple[int, int], Way] = field(default_factory=dict)
+    ways: dict[object, Way] = field(default_factory=dict)
     packer: Packer | None = field(default=None, init=False)
     retired: bool = False
 
@@ -81,9 +81,9 @@ class Live:
                 return Fallback.MODULE_CHANGED
         return None
 
-    def way(self, shape: Shape, cost: Cost | None, pads: bool, stats: ReplayStats) -> Way | None:
+    def way(self, codes: tuple[int, int, int], cost: Cost | None, pads: bool, stats: ReplayStats) -> Way | None:
         """Route a shape that is seen for the first time, and remember the views that its replays need. None: other graphs are live."""
-        facts, pieces, first = self.facts, list[Piece](), 0
+        facts, pieces, first, shape = self.facts, list[Piece](), 0, Shape(codes[0], codes[2])
         found = route(shape, self.graphs, cost, **allowed(facts, pads))
         served = outcome(found)
         if found.miss == "no_bucket" and pads and route(shape, self.graphs, cost).parts:
@@ -97,7 +97,7 @@ class Live:
                 audio = graph.outputs[:rows, :, : facts.samples(shape.frames)]
                 pieces.append(Piece(graph, there, audio, there.shape != graph.inputs[0].shape, first, first + rows))
                 first += rows
-            return self.ways.setdefault(shape, Way(served, tuple(pieces), stats.tally(shape, served)))
+            return self.ways.setdefault(codes, Way(served, tuple(pieces), stats.tally(shape, served)))
 
     def poison(self, code: int) -> None:
         """Fill the static buffers with what no correct replay leaves there: for tests of the replays."""

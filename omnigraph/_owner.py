@@ -163,7 +163,8 @@ class GraphOwner:
                     return self._build(plan.buckets, progress)
                 held = live.pool.nbytes
                 dropped = [bucket for bucket in live.graphs if bucket not in plan.buckets]
-                if sum(live.graphs[bucket].nbytes for bucket in dropped) > _REBUILD_ABOVE * held:
+                given_up = sum(live.graphs[bucket].nbytes for bucket in dropped)
+                if given_up > _REBUILD_ABOVE * held or live.pool.closed > 2 * len(plan):  # a closed graph is held until its pool dies
                     report = self._build(plan.buckets, progress)
                     return replace(report, freed=max(held - report.nbytes, 0))
                 start = time.perf_counter()

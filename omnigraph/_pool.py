@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -70,6 +71,9 @@ def environment(device: torch.device) -> tuple[object, ...]:
     )
 
 
+_STREAMS = WeakValueDictionary[tuple[int, int], "Pool"]()  # which pool captures on which stream
+
+
 class Pool:
     """The memory that the graphs of one owner share, and the order of their launches.
 
@@ -84,14 +88,40 @@ class Pool:
         self.backend = pick_backend(backend, self.device)
         self.arena = Arena()
         self.lock = threading.RLock()
-        self.capturing = recording if self.backend == "cpu" else torch._C._cuda_isCurrentStreamCapturing
         self._depth = 0
         if self.backend == "cuda":
-            self.stream = torch.cuda.Stream(self.device)
             self._index, self._raw_stream = self.device.index, torch._C._cuda_getCurrentRawStream
+            self.stream = self._unused_stream()
             self._current, self._raw = self.stream, self.stream.cuda_stream  # that of the turn before
             self._event: torch.cuda.Event | None = None  # the end of that turn, where it must be kept
             self.handles = [torch.cuda.graph_pool_handle()]
+        self.graphs: list[object] = []  # torch's, of all captures; see `let_go`
+        self.open = WeakSet[object]()  # ours, that may still replay
+
+    def _unused_stream(self) -> torch.cuda.Stream:
+        """One that no other pool captures on: torch hands out the same few in turn, and what cuBLAS works in belongs to a stream."""
+        for _ in range(64):
+            stream = torch.cuda.Stream(self.device)
+            if (self._index, stream.cuda_stream) not in _STREAMS:
+                break
+        _STREAMS[self._index, stream.cuda_stream] = self
+        return stream
+
+    def let_go(self, graph: object) -> None:
+        """One graph was closed. What it was captured into dies with the last one, and the next capture gets fresh memory.
+
+        Not before: from torch 2.12 on, a CUDA graph that dies frees the cuBLAS workspace of the stream that it was captured on, which
+        the others still use (pytorch issue 193402), and its memory would come back with the last one in any case.
+        """
+        self.open.discard(graph)
+        if self.graphs and not self.open:
+            self.graphs.clear()
+            self.abandon()
+
+    @property
+    def closed(self) -> int:
+        """CUDA graphs that are closed and still held."""
+        return len(self.graphs) - len(self.open) if self.graphs else 0
 
     def __enter__(self) -> Pool:
         self.lock.acquire()
@@ -111,6 +141,16 @@ class Pool:
         finally:
             self._depth -= 1
             self.lock.release()
+
+    def capturing(self) -> bool:
+        """`capturing(self.device)` without asking the driver about the legacy default stream, which cannot be captured."""
+        if self.backend == "cpu":
+            return recording()
+        return self._raw_stream(self._index) != 0 and torch._C._cuda_isCurrentStreamCapturing()
+
+    def in_order(self) -> bool:
+        """Is the current stream that of the turn before, and torch's own? Then the lock alone makes a turn."""
+        return self.backend == "cpu" or (self._raw_stream(self._index) == self._raw and self._event is None)
 
     def _follow(self) -> None:
         """Another stream takes its turn: let it wait for the turn before. Work of the same stream is in order as it is.

@@ -6,6 +6,8 @@ import logging
 from collections import OrderedDict
 from typing import Any
 
+import torch
+
 from omnigraph._pool import Pool
 from omnigraph._prefix_entry import DecodeGraphKey, Entry
 from omnigraph.graph import flush
@@ -18,14 +20,20 @@ MAX_FAILED = 64  # keys remembered because their allocation or capture failed
 class Entries:
     """Buffers and graphs by key, within limits in number and bytes, the least recently used first; beside them the keys that failed.
 
-    `pool` is the memory that their graphs share; it is set once the device is known.
+    Their graphs share a pool. One that holds many evicted graphs beside those in use gets no new ones, and dies with its last entry.
     """
 
     def __init__(self, max_entries: int, max_bytes: int | None) -> None:
         self.max_entries, self.max_bytes = max_entries, max_bytes
         self.live: OrderedDict[DecodeGraphKey, Entry] = OrderedDict()
         self.failed: OrderedDict[DecodeGraphKey, Fallback] = OrderedDict()
-        self.pool: Pool | None = None
+        self._pool: Pool | None = None
+
+    def pool(self, device: torch.device, backend: str) -> Pool:
+        """The pool for a new entry."""
+        if self._pool is None or self._pool.device != device or self._pool.closed > 2 * self.max_entries:
+            self._pool = Pool(device, backend)
+        return self._pool
 
     @property
     def nbytes(self) -> int:
@@ -51,12 +59,9 @@ class Entries:
     def drop(self, key: DecodeGraphKey) -> None:
         """Let go of an entry, once the device is done with it."""
         entry = self.live.pop(key)
-        if self.pool is not None:
-            self.pool.wait()
-            if entry.graph is not None:
-                entry.graph.close()
-                if not any(other.graph for other in self.live.values()):
-                    self.pool.abandon()  # no graph holds the memory of before: the next one may not be captured into it
+        entry.pool.wait()
+        if entry.graph is not None:
+            entry.graph.close()
         for failed in [failed for failed, reason in self.failed.items() if reason is Fallback.ALLOCATION_FAILED]:
             del self.failed[failed]  # there is memory again: worth another try
 

@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from omnigraph._pool import Pool
 from omnigraph.graph import CapturedGraph
 from omnigraph.shapes import Bucket, Shape
 from omnigraph.stats import Fallback, Outcome
@@ -159,8 +160,8 @@ class DecodeAdapter(Protocol):
 class Entry:
     """One key's buffers and, once it has decoded, its graph. Whose prefix the buffers hold is known by weak references."""
 
-    def __init__(self, buffers: DecodeBuffers, compiled: bool) -> None:
-        self.buffers = buffers
+    def __init__(self, buffers: DecodeBuffers, compiled: bool, pool: Pool) -> None:
+        self.buffers, self.pool = buffers, pool
         self.served = Outcome("exact", (Bucket(Shape(*buffers.hidden.shape[:2]), compiled),))
         self.graph: CapturedGraph | None = None
         self.environment: tuple[object, ...] = ()

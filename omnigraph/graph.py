@@ -73,28 +73,41 @@ class _CudaGraph:
                 self.retained = _requested(pool.device) - before - _made(self.outputs, inputs)
             except BaseException:
                 with suppress(RuntimeError):  # that the capture is invalid; what made it so is on its way up
-                    self._end(pool)
+                    _end(self.graph, pool.handles[-1], pool.device)
                 raise
-            self._end(pool)
+            _end(self.graph, pool.handles[-1], pool.device)
         self.launch = self.graph.replay
+        pool.graphs.append(self.graph)
 
-    def _end(self, pool: Pool) -> None:
-        """End the capture. Of an invalid one torch 2.11 leaves behind an allocator and a random generator that still capture.
 
-        The first is told by hand; a capture that works is meant to end the second's state, without which the next random number of the
-        process fails. That has not been seen to work yet: `test_a_failed_capture_leaves_the_process_able_to_go_on` in tests/gpu.
-        """
-        try:
-            self.graph.capture_end()
-        except RuntimeError:
-            with suppress(RuntimeError):  # that the allocator's part was ended already
-                torch._C._cuda_endAllocateToPool(pool.device.index, pool.handles[-1])
-                torch._C._cuda_releasePool(pool.device.index, pool.handles[-1])
-            spare, work = torch.cuda.CUDAGraph(), torch.empty(1, device=pool.device)
-            spare.capture_begin(capture_error_mode="thread_local")
-            work.zero_()
-            spare.capture_end()
-            raise
+def _end(graph: torch.cuda.CUDAGraph, memory: Any, device: torch.device, spares: int = 3) -> None:
+    """End a capture. Of an invalid one torch 2.11 leaves behind an allocator and a random generator that still capture.
+
+    The first is told by hand. A capture that works ends the second's; while another thread breaks each one, the generator gets a copy
+    of its state. Otherwise the next random number of the process would fail.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(RuntimeError):  # that the allocator's part was ended already
+            torch._C._cuda_endAllocateToPool(device.index, memory)
+            torch._C._cuda_releasePool(device.index, memory)
+        if spares:
+            with suppress(RuntimeError):
+                _spare_capture(device, spares - 1)
+        else:
+            generator = torch.cuda.default_generators[device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+        raise
+
+
+def _spare_capture(device: torch.device, spares: int) -> None:
+    graph, memory, work = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.zeros(1, device=device)
+    graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+    try:
+        work.zero_()
+    finally:
+        _end(graph, memory, device, spares)
 
 
 def _requested(device: torch.device) -> int:
@@ -143,6 +156,7 @@ class CapturedGraph:
         self._leaves, self._spec = tree_flatten(inputs)
         self._own = {t.untyped_storage().data_ptr() for t in tensors_of(inputs)}
         self.launch = launcher.launch
+        pool.open.add(self)
 
     @property
     def backend(self) -> Backend:
@@ -194,6 +208,7 @@ class CapturedGraph:
                 self._launcher = None
                 self.launch = _closed
                 self.inputs, self.outputs, self._leaves = (), None, []
+                self.pool.let_go(self)
 
     def __repr__(self) -> str:
         return f"<CapturedGraph on {self.backend}: {self.nbytes:,} bytes, captured in {self.seconds:.3f} s>"

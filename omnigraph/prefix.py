@@ -14,7 +14,7 @@ from torch import Tensor
 from omnigraph._fingerprint import Fingerprint
 from omnigraph._html import table
 from omnigraph._needs import need
-from omnigraph._pool import Pool, capturing, environment
+from omnigraph._pool import capturing, environment
 from omnigraph._prefix_entries import Entries
 from omnigraph._prefix_entry import DecodeAdapter, DecodeBuffers, DecodeGraphKey, Entry, Prefix
 from omnigraph.graph import CapturedGraph, CaptureError, capture
@@ -158,8 +158,7 @@ class DecodeGraphCache:
         self._fingerprint, self._state = Fingerprint(self.adapter.module), self.adapter.state()
         first = next(self.adapter.module.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
-        if device != self._device:
-            self._device, self._entries.pool = device, None
+        self._device = device
         if dropped:
             logger.warning("%d decode graph entries dropped: %s", dropped, changed or "the model is set up otherwise")
         return self._obstacle or (Fallback.MODULE_CHANGED if dropped else None)
@@ -186,10 +185,10 @@ class DecodeGraphCache:
             if limit is not None and prefix.nbytes > limit:
                 return entries.mark(key, Fallback.OVER_BUDGET, f"its prefix alone takes {prefix.nbytes:,} bytes of {limit:,}")
             entries.make_room(prefix.nbytes)
-            entries.pool = entries.pool or Pool(self._device, self.backend)
+            pool = entries.pool(self._device, self.backend)
             try:
-                with entries.pool:  # so that whoever decodes first, on whatever stream, waits for the zeros
-                    entry = Entry(self.adapter.buffers(key, prefix), self.adapter.compiled)
+                with pool:  # so that whoever decodes first, on whatever stream, waits for the zeros
+                    entry = Entry(self.adapter.buffers(key, prefix), self.adapter.compiled, pool)
             except (RuntimeError, MemoryError) as error:
                 failed = f"{type(error).__name__}: {error}"
             if entry is None:  # out here the caught error and the tensors of its frames are gone
@@ -204,8 +203,8 @@ class DecodeGraphCache:
         reason = self._against(prefix)
         if reason is not None or prefix is None or isinstance(key, str):
             return reason or Fallback.NO_PREFIX
-        entry, pool = self._entries.live.get(key), self._entries.pool
-        if entry is None or pool is None:
+        entry = self._entries.live.get(key)
+        if entry is None:
             return self._entries.failed.get(key, Fallback.UNKNOWN_KEY)
         if entry.graph is not None and environment(self._device) != entry.environment:
             return Fallback.ENVIRONMENT_CHANGED
@@ -213,14 +212,14 @@ class DecodeGraphCache:
             return reason
         tokens = _fit(entry.buffers, hidden, timestep)
         self._entries.live.move_to_end(key)
-        with pool, torch.no_grad():
+        with entry.pool, torch.no_grad():
             entry.buffers.hidden.copy_(hidden[:, -tokens:])
             entry.buffers.timestep.copy_(timestep)
             if not entry.holds(prefix):
                 entry.refresh(prefix)
                 self.copies += 1
             captured = entry.graph is not None
-            graph = entry.graph or self._capture(entry, pool)
+            graph = entry.graph or self._capture(entry)
             if not isinstance(graph, str):
                 graph.launch()
                 latents: Tensor = graph.outputs.clone()
@@ -233,11 +232,11 @@ class DecodeGraphCache:
             self._entries.make_room(keep=key)
         return latents
 
-    def _capture(self, entry: Entry, pool: Pool) -> CapturedGraph | str:
+    def _capture(self, entry: Entry) -> CapturedGraph | str:
         """Capture the step on an entry's buffers, or say what went wrong."""
         start, entry.environment = time.perf_counter(), environment(self._device)
         try:
-            graph = capture(self.adapter.step, entry.buffers, pool=pool, warmup=2, compiled=self.adapter.compiled, copy_inputs=False)
+            graph = capture(self.adapter.step, entry.buffers, pool=entry.pool, warmup=2, compiled=self.adapter.compiled, copy_inputs=False)
         except CaptureError as error:
             return str(error)
         entry.graph, entry.seconds = graph, time.perf_counter() - start

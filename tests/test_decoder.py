@@ -833,7 +833,7 @@ def test_a_route_is_not_made_of_graphs_that_were_closed_meanwhile() -> None:
     with warm(module) as decoder:
         old = decoder._live
         decoder.reconfigure(BucketPlan.grid([1], [8]))
-        assert old.way(Shape(4, 8), None, True, decoder.stats) is None
+        assert old.way((4, module.config.num_quantizers, 8), None, True, decoder.stats) is None
         assert old.ways == {}
         assert check(decoder, codes_for(module, 1, 8)).kind == "exact"
 

@@ -2,7 +2,8 @@
 
     python data/bench/measure_capture.py OUT.json [--size small]
 
-Both sides of each ratio are measured in this one process. Times are medians; spreads are quartiles.
+Both sides of each ratio are measured in this one process. Times are medians; spreads are quartiles. A start-up that includes the loading
+of kernels can be measured once a process: both ways, in processes of their own, the loop first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,8 +102,34 @@ def startup(module: torch.nn.Module) -> tuple[dict[str, Any], og.GraphedDecoder,
     return found, decoder, report
 
 
+def cold(size: str, dtype: str, way: str) -> float:
+    """Seconds of a start-up in a process that has run nothing of the module but its construction (and, here, the probe)."""
+    command = [sys.executable, __file__, "-", "--size", size, "--cold", way, "--dtype", dtype]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def cold_seconds(size: str, dtype: torch.dtype, way: str) -> float:
+    module = og.models.code2wav(size, dtype=dtype, device="cuda")
+    if way == "omnigraph":
+        return library(module)[0]
+    return smallest_first(module, og.GraphedDecoder(module, og.BucketPlan(((1, 2),)))._codes)[0]
+
+
+def compiled(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """A compiled bucket beside the plain one: error, seconds to compile and milliseconds of a call."""
+    rows = []
+    for plan in (og.BucketPlan(((1, 50),)), og.BucketPlan(((1, 50),), compiled=((1, 50),))):
+        with og.GraphedDecoder(module, plan) as decoder:
+            report = decoder.warmup(strict=True)
+            codes = decoder._codes(og.Shape(1, 50))
+            taken = device(lambda decoder=decoder, codes=codes: decoder.decode(codes), 50)
+            row = verified(og.verify(decoder, [(1, 50)], reference=Reference(module)))[0]
+            rows.append({**row, "decode_ms": taken, "compile_seconds": report.compile_seconds})
+    return rows
+
+
 def host_times(decoder: og.GraphedDecoder, repeats: int = 200) -> list[dict[str, Any]]:
-    """Microseconds of host time of a call, until it returns: the three ways in turn, each on an idle device."""
+    """Microseconds of host time of a call, until it returns: the three ways in turn, each on an idle device, then ten in a row."""
     rows = []
     for shape in [(1, 4), (1, 25), (1, 50)]:
         codes = decoder._codes(og.Shape(*shape))
@@ -113,15 +142,20 @@ def host_times(decoder: og.GraphedDecoder, repeats: int = 200) -> list[dict[str,
             return output.clone()
 
         times: dict[str, list[float]] = {"bare": [], "decode": [], "decode_checked": []}
+        in_a_row: dict[str, list[float]] = {name: [] for name in times}
         for _ in range(repeats):
-            for name, taken in times.items():
+            for name in times:
                 decoder.check_stale = name == "decode_checked"
                 call = bare if name == "bare" else lambda codes=codes: decoder.decode(codes)
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                call()
-                taken.append((time.perf_counter() - start) * 1e6)
-        rows.append({"shape": shape, **{f"{name}_us": spread(taken[20:]) for name, taken in times.items()}})
+                for taken, n in ((times[name], 1), (in_a_row[name], 10)):
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    for _ in range(n):
+                        call()
+                    taken.append((time.perf_counter() - start) * 1e6 / n)
+        decoder.check_stale = True
+        row = {f"{name}_us": spread(taken[20:]) for name, taken in times.items()}
+        rows.append({"shape": shape, **row, "in_a_row": {f"{name}_us": spread(taken[20:]) for name, taken in in_a_row.items()}})
     return rows
 
 
@@ -159,47 +193,59 @@ def report(result: dict[str, Any]) -> None:
     for one in start["rounds"]:
         print("  ", {name: round(value, 3) for name, value in one.items()})
     for row in result["host"]:
-        print("  ", row["shape"], *(f"{name} {row[f'{name}_us']['median']:.1f} us" for name in ("bare", "decode", "decode_checked")))
+        for way, times in (("one", row), ("in a row", row["in_a_row"])):
+            medians = {name: times[f"{name}_us"]["median"] for name in ("bare", "decode", "decode_checked")}
+            print("  ", row["shape"], way, *(f"{name} {us:.1f} us ({us / medians['bare']:.2f})" for name, us in medians.items()))
+    for row in result.get("compiled", ()):
+        print("  ", row["bucket"], row["decode_ms"]["median"], "ms, error", row["error"] / row["eager_error"], "of eager's")
+    print("   cold", result.get("cold"))
+
+
+def verified(comparison: og.Comparison) -> list[dict[str, Any]]:
+    return [
+        {
+            "shape": row.shape,
+            "kind": row.outcome.kind,
+            "bucket": " + ".join(map(str, row.outcome.buckets)),
+            "bitwise": row.bitwise,
+            "error": row.error,
+            "eager_error": row.eager_error,
+            "ok": row.ok,
+            "problem": row.problem,
+        }
+        for row in comparison.rows
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", default="default")
+    parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="start-up and host times in bfloat16 alone")
+    parser.add_argument("--cold", choices=("loop", "omnigraph"), help="print the seconds of one start-up and end")
     args = parser.parse_args()
+    if args.cold:
+        print(cold_seconds(args.size, getattr(torch, args.dtype[0]), args.cold))
+        return
     found: dict[str, Any] = {"schema": "omnigraph.bench.capture/1", "results": []}
-    for dtype in (torch.bfloat16,) if args.quick else (torch.bfloat16, torch.float32):
-        module = og.models.code2wav(args.size, dtype=dtype, device="cuda")
+    for name in args.dtype:
+        module = og.models.code2wav(args.size, dtype=getattr(torch, name), device="cuda")
         result: dict[str, Any] = {"provenance": provenance(module, method=METHOD)}
+        if name == "bfloat16":
+            result["cold"] = [{f"{way}_s": cold(args.size, name, way) for way in ("loop", "omnigraph")} for _ in range(2)]
         result["startup"], decoder, _ = startup(module)
         result["host"] = host_times(decoder)
-        if args.quick:
-            report(result)
-            return
         result["latency"] = latencies(module, decoder, args.repeats)
-        reference = Reference(module)
-        comparison = og.verify(decoder, [*SHAPES, *PADDED], reference=reference)
-        result["verify"] = [
-            {
-                "shape": row.shape,
-                "kind": row.outcome.kind,
-                "bucket": " + ".join(map(str, row.outcome.buckets)),
-                "bitwise": row.bitwise,
-                "error": row.error,
-                "eager_error": row.eager_error,
-                "ok": row.ok,
-                "problem": row.problem,
-            }
-            for row in comparison.rows
-        ]
+        comparison = og.verify(decoder, [*SHAPES, *PADDED], reference=Reference(module))
+        result["verify"] = verified(comparison)
         print(comparison)
+        decoder.close()
+        result["compiled"] = compiled(module)
         found["results"].append(result)
         args.out.write_text(json.dumps(found) + "\n")
         report(result)
-        decoder.close()
-        del decoder, module, reference
+        del decoder, module
         flush()
 
 
