@@ -49,6 +49,23 @@ class CaptureBench:
         return frame
 
     @property
+    def compiled(self) -> pd.DataFrame:
+        """One bucket, plain and compiled: bucket, bitwise, ok, of_eagers_error (1: as eager), decode_ms, compile_seconds."""
+        rows = [
+            {
+                "bucket": row["bucket"],
+                "bitwise": row["bitwise"],
+                "ok": row["ok"],
+                "of_eagers_error": row["error"] / row["eager_error"],
+                "decode_ms": row["decode_ms"]["median"],
+                "compile_seconds": row["compile_seconds"],
+            }
+            for row in self.content["compiled"]
+        ]
+        frame: pd.DataFrame = need("pandas").DataFrame(rows)
+        return frame
+
+    @property
     def all_verified(self) -> bool:
         return all(row["ok"] and (row["bitwise"] or row["kind"] != "exact") for row in self.content["verify"])
 
