@@ -45,6 +45,20 @@ def _asks_for_training(kind: type) -> bool:
     return any("training" in method.__code__.co_names for method in methods if isinstance(method, FunctionType))
 
 
+def plain_tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module's parts hold in plain attributes, and in the lists, tuples and dictionaries there: caches by shape, mostly.
+
+    A graph that read one reads its address for ever, so whoever captured it keeps the tensor alive.
+    """
+    found: list[Tensor] = []
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name not in _REGISTERED:
+                inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+                found += [one for one in inside if isinstance(one, Tensor)]
+    return found
+
+
 class Fingerprint:
     """What a captured graph takes for granted about `module`: tensors at their addresses, structure, hooks and training mode.
 

@@ -6,10 +6,12 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omnigraph._fingerprint import plain_tensors
 from omnigraph._html import table
 from omnigraph._needs import need
 from omnigraph._pool import Pool
@@ -161,10 +163,9 @@ class _Capturing:
     """Captures buckets, warming up as few as is safe.
 
     The first plain bucket, the largest, is called once before its capture. The others are captured at once, which halves the start-up
-    of a large model. That is right for a module whose calls leave nothing behind. Where a capture fails, or keeps memory beyond its
-    output (a cache by shape that it filled, in memory that the pool's graphs will overwrite), it is thrown away, the shape is called and
-    captured again, and every later one is called first. What is kept is known as a sum: a cache that takes the place of a larger one is
-    not seen.
+    of a large model. That is right for a module whose calls leave nothing behind. Where a capture fails, or leaves something (a cache by
+    shape that it filled, in memory that the pool's graphs will overwrite), it is thrown away, the shape is called and captured again, and
+    every later one is called first. What is left is seen in the module's attributes, and out of their sight as bytes that stay allocated.
     """
 
     def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any], facts: DecoderFacts, pool: Pool) -> None:
@@ -178,8 +179,9 @@ class _Capturing:
             self._call(bucket, codes)
         else:
             try:
+                before = plain_tensors(self.module)
                 graph = self._capture(bucket, codes)
-                if not graph.retained:
+                if not graph.retained and len(before) == len(graph.keeps) and all(map(is_, before, graph.keeps)):
                     return graph
                 graph.close()
             except (CaptureError, ValueError):
@@ -195,6 +197,7 @@ class _Capturing:
         fn = self.compiled if bucket.compiled else self.module
         graph = capture(fn, codes, pool=self.pool, warmup=0, compiled=bucket.compiled)
         check_output(graph.outputs, bucket.shape, self.facts)
+        graph.keeps = plain_tensors(self.module)
         return graph
 
     def _call(self, bucket: Bucket, codes: torch.Tensor) -> None:

@@ -147,11 +147,13 @@ class CapturedGraph:
     `inputs` and `outputs` are its static tensors, `nbytes` what its capture added to the pool and its own static inputs hold,
     `seconds` what the capture took, `baked` the host reads of constants that were recorded as their values (CPU), `retained` the bytes
     that the callable kept beyond its outputs, less what it let go (CUDA): something remembers a tensor that other graphs will overwrite.
+    `keeps` is for whoever captured: tensors that the recording reads and nobody else may hold for as long.
     """
 
     def __init__(self, launcher: _Launcher, inputs: tuple[Any, ...], pool: Pool, nbytes: int, seconds: float) -> None:
         self.inputs, self.outputs, self.pool = inputs, launcher.outputs, pool
         self.nbytes, self.seconds, self.baked, self.retained = nbytes, seconds, launcher.baked, max(launcher.retained, 0)
+        self.keeps: list[torch.Tensor] = []
         self._launcher: _Launcher | None = launcher
         self._leaves, self._spec = tree_flatten(inputs)
         self._own = {t.untyped_storage().data_ptr() for t in tensors_of(inputs)}
@@ -207,7 +209,7 @@ class CapturedGraph:
                 self.pool.wait()
                 self._launcher = None
                 self.launch = _closed
-                self.inputs, self.outputs, self._leaves = (), None, []
+                self.inputs, self.outputs, self._leaves, self.keeps = (), None, [], []
                 self.pool.let_go(self)
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from omnigraph._fingerprint import Fingerprint
+from omnigraph._fingerprint import Fingerprint, plain_tensors
 from omnigraph._html import table
 from omnigraph._needs import need
 from omnigraph._pool import capturing, environment
@@ -239,6 +239,7 @@ class DecodeGraphCache:
             graph = capture(self.adapter.step, entry.buffers, pool=entry.pool, warmup=2, compiled=self.adapter.compiled, copy_inputs=False)
         except CaptureError as error:
             return str(error)
+        graph.keeps = plain_tensors(self.adapter.module)
         entry.graph, entry.seconds = graph, time.perf_counter() - start
         return graph
 

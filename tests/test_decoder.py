@@ -972,3 +972,56 @@ def test_compiled_by_inductor() -> None:
             assert (outcome.kind, outcome.compiled) == ("exact", True)
         assert check(decoder, codes_for(module, 1, 4)).kind == "padded"
         assert check(decoder, codes_for(module, 3, 4)).kind == "split"
+
+
+class Cached(torch.nn.Module):
+    """Adds positions that it keeps by length: in a dictionary, or the latest alone, or a slice of the longest."""
+
+    num_quantizers, codebook_size = 2, 16
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.kept, self.latest = how, dict[int, torch.Tensor](), torch.zeros(0, 8)
+        self.embed, self.out = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 4)
+        self.requires_grad_(False)
+
+    def positions(self, n: int) -> torch.Tensor:
+        if self.how == "each":
+            if n not in self.kept:
+                self.kept[n] = torch.arange(n, device=self.out.weight.device)[:, None].expand(n, 8).sin() / 10
+            return self.kept[n]
+        if len(self.latest) < n or (self.how == "latest" and len(self.latest) != n):
+            self.latest = torch.arange(n, device=self.out.weight.device)[:, None].expand(n, 8).sin() / 10
+        return self.latest[:n]
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        x = self.embed(codes).sum(1) + self.positions(codes.shape[-1])
+        audio: torch.Tensor = self.out(x).reshape(len(codes), 1, -1)
+        return audio
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("how", ["each", "latest", "longest"])
+def test_tensors_that_a_module_keeps_in_attributes_stay_right(how: str, device: str) -> None:
+    module, fresh = Cached(how).eval().to(device), Cached(how).eval().to(device)
+    fresh.load_state_dict(module.state_dict())
+    shapes = [(1, 8), (1, 5), (2, 8), (2, 12), (1, 12)]
+    with GraphedDecoder(module, BucketPlan(tuple(shapes))) as decoder:
+        decoder.warmup(strict=True)
+        for graph in decoder._live.graphs.values():  # what it read is alive, whatever the module remembers by now
+            assert [tuple(t.shape) for t in graph.keeps if len(t) >= graph.inputs[0].shape[-1]]
+        for batch, frames in [*shapes, (1, 7), (3, 13), *reversed(shapes), (1, 4), *shapes]:
+            codes = torch.randint(16, (batch, 2, frames), device=device)
+            assert torch.equal(decoder.decode(codes), fresh(codes))
+            assert torch.equal(module(codes), fresh(codes))
+
+
+def test_what_a_capture_leaves_in_attributes_is_made_again_by_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Shape] = []
+    call = _warmup._Capturing._call
+    monkeypatch.setattr(_warmup._Capturing, "_call", lambda self, bucket, codes: (called.append(bucket.shape), call(self, bucket, codes)))
+    for how, expected in {"longest": [Shape(1, 12)], "each": [Shape(1, 12), Shape(1, 8), Shape(1, 5)]}.items():
+        called.clear()
+        with GraphedDecoder(Cached(how).eval(), BucketPlan(((1, 5), (1, 8), (1, 12)))) as decoder:
+            decoder.warmup(strict=True)
+        assert called == expected
