@@ -1,6 +1,6 @@
 """Measure the profiles in this folder: Code2Wav with random weights, in each dtype asked for, on the device at hand.
 
-On a GPU (four minutes a dtype on an H200; what a run leaves out, the next one adds):
+On a GPU (four minutes a dtype on an H200; what a run leaves out, the next one adds, and what looks wrong it measures again):
 
     python data/profiles/measure.py --size default --dtype bfloat16 float32 --seconds 240
 
@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import time
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import omnigraph as og
+from omnigraph._points import Point
 from omnigraph._provenance import device_name
 from omnigraph.profile import Profile
 from omnigraph.shapes import Shape
@@ -38,22 +43,54 @@ def shapes(batches: tuple[int, ...], lengths: tuple[int, ...], largest: int) -> 
     return [Shape(b, f) for b in batches for i, f in enumerate(lengths) if b * f <= largest or i < LEAST]
 
 
-def doubts(profile: Profile) -> list[str]:
-    """What a reader should know of before using a profile: holes, points that look wrong, wide spreads."""
-    found = [f"no graph of {bucket}: {why}" for bucket, why in profile.failed.items()]
-    found += [f"{s} was not replayed" for s in profile.eager if s not in profile.plain and str(s) not in profile.failed]
+def doubtful(profile: Profile) -> dict[Point, str]:
+    """Points that look wrong, and why: a wide spread, slower than a longer call, a replay slower than eager."""
+    found: dict[Point, str] = {}
     for p in profile.points:
-        if p.spread > 0.1 * p.ms:
-            found.append(f"{p.shape} {p.how}: {p.ms:.3f} ms with a spread of {p.spread:.3f}")
         longer = [q for q in profile.points if q.how == p.how and q.shape.batch == p.shape.batch and q.shape.frames > p.shape.frames]
-        if longer and p.ms > 1.1 * min(q.ms for q in longer):
-            found.append(f"{p.shape} {p.how}: {p.ms:.3f} ms, slower than a longer call")
-    found += [
-        f"{s}: a replay takes {p.ms:.3f} ms, eager {profile.eager[s].ms:.3f}"
-        for s, p in profile.plain.items()
-        if p.ms > 1.05 * profile.eager[s].ms
-    ]
+        if p.spread > 0.1 * p.ms:
+            found[p] = f"a spread of {p.spread:.3f} ms"
+        elif longer and p.ms > 1.1 * min(q.ms for q in longer):
+            found[p] = "slower than a longer call"
+        elif p.how == "plain" and p.ms > 1.05 * profile.eager[p.shape].ms:
+            found[p] = f"eager takes {profile.eager[p.shape].ms:.3f} ms"
     return found
+
+
+def again(profile: Profile, path: Path, measure: Callable[[], Profile]) -> Profile:
+    """Measure the doubtful points once more and keep the faster of both: what disturbs a measurement on a shared host slows it."""
+    before = {(p.shape, p.how): p for p in doubtful(profile) if p.how != "compiled"}
+    replace(profile, points=tuple(p for p in profile.points if (p.shape, p.how) not in before)).save(path)
+    after = measure()
+    points = before | {(p.shape, p.how): p for p in after.points}
+    points |= {key: p for key, p in before.items() if p.ms < points[key].ms}
+    settled = replace(after, points=tuple(points.values()))
+    settled.save(path)
+    return settled
+
+
+def fill(path: Path, module: torch.nn.Module, grids: list[list[Shape]], compiled: tuple[Shape, ...], seconds: float) -> None:
+    """Measure the coarse grid, the compiled shapes and the fine grid into `path`, as far as the seconds go, and tell what is wrong."""
+    start, points = time.perf_counter(), 2 * len(grids[-1]) + len(compiled)
+    each = min(max(0.3 * (seconds - 25 * len(compiled)) / points, 0.02), 1.0)
+
+    def measure(wanted: list[Shape], some: tuple[Shape, ...] = compiled) -> Profile:
+        left = max(seconds - (time.perf_counter() - start), 0.0)
+        bar = sys.stderr.isatty()
+        return Profile.measure(module, wanted, compiled=some, repeats=40, seconds_each=each, seconds=left, resume=path, progress=bar)
+
+    profile = measure(grids[0], ())
+    for wanted in grids:
+        profile = measure(wanted)
+    for _ in range(4):
+        if doubtful(profile) and time.perf_counter() - start < seconds:
+            profile = again(profile, path, partial(measure, grids[-1]))
+    missing = [s for s in grids[-1] if s not in profile.eager or s not in profile.plain]
+    print(f"{path}: {profile!r}, {time.perf_counter() - start:.0f} s, {len(missing)} shapes missing{': run again' * bool(missing)}")
+    for bucket, why in profile.failed.items():
+        print(f"  no graph of {bucket}: {why}")
+    for p, why in doubtful(profile).items():
+        print(f"  {p.shape} {p.how}: {p.ms:.3f} ms, {why}")
 
 
 def main() -> None:
@@ -72,22 +109,10 @@ def main() -> None:
     largest = LARGEST if cuda else 325
     slug = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower().removeprefix("nvidia ")).strip("-") if cuda else "cpu"
     name = "code2wav" if args.size == "default" else f"code2wav-{args.size}"
-    for dtype in (getattr(torch, name) for name in args.dtype):
-        start, path = time.perf_counter(), args.out / f"{slug}_{name}_{SHORT[dtype]}.json"
-        module = og.models.code2wav(args.size, dtype=dtype, device=device)
-        compiled = COMPILED if cuda else ()
-        grid = [FIRST, LENGTHS]
-        points = 2 * len(shapes(batches, LENGTHS, largest)) + len(compiled)
-        each = min(max(0.4 * (args.seconds - 25 * len(compiled)) / points, 0.02), 1.0)
-        for lengths, some in ((grid[0], ()), (grid[0], compiled), (grid[1], compiled)):
-            left = args.seconds - (time.perf_counter() - start)
-            if left > 0:
-                wanted = shapes(batches, lengths, largest)
-                profile = Profile.measure(module, wanted, compiled=some, repeats=40, seconds_each=each, seconds=left, resume=path)
-        missing = [s for s in shapes(batches, LENGTHS, largest) if s not in profile.eager or s not in profile.plain]
-        print(f"{path}: {profile!r}, {time.perf_counter() - start:.0f} s, {len(missing)} shapes missing{': run again' * bool(missing)}")
-        for doubt in doubts(profile):
-            print(f"  {doubt}")
+    for dtype in args.dtype:
+        path = args.out / f"{slug}_{name}_{SHORT[getattr(torch, dtype)]}.json"
+        module = og.models.code2wav(args.size, dtype=getattr(torch, dtype), device=device)
+        fill(path, module, [shapes(batches, lengths, largest) for lengths in (FIRST, LENGTHS)], COMPILED if cuda else (), args.seconds)
 
 
 if __name__ == "__main__":
