@@ -88,7 +88,7 @@ class Live:
         served = outcome(found)
         if found.miss == "no_bucket" and pads and route(shape, self.graphs, cost).parts:
             served = EAGER[Fallback.PADDING_UNSAFE]
-        with self.pool, torch.inference_mode(False):
+        with self.pool.lock, self.pool, torch.inference_mode(False):
             if self.retired:  # and its graphs closed
                 return None
             for bucket, rows in found.parts:
@@ -101,14 +101,14 @@ class Live:
 
     def poison(self, code: int) -> None:
         """Fill the static buffers with what no correct replay leaves there: for tests of the replays."""
-        with self.pool, torch.no_grad():
+        with self.pool.lock, self.pool, torch.no_grad():
             for graph in self.graphs.values():
                 graph.inputs[0].fill_(code)
                 graph.outputs.fill_(torch.nan)
 
     def retire(self, keep: Live | None = None) -> None:
         """Close the graphs that `keep` does not use, and hand the device what that frees."""
-        with self.pool:  # no call is in the middle of one
+        with self.pool.lock:  # no call is in the middle of one
             self.retired = True
             self.ways.clear()
             for bucket, graph in self.graphs.items():

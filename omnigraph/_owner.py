@@ -176,7 +176,8 @@ class GraphOwner:
                 note = f"{len(kept)} kept, {len(dropped)} dropped; the pool keeps its memory until enough is given up"
                 return CaptureReport(tuple(rows), live.pool.backend, time.perf_counter() - start, nbytes=live.pool.nbytes, note=note)
             except BaseException:
-                self.plan = before
+                if self._live is live:  # else the new graphs are in place, and what was left is to close the old ones
+                    self.plan = before
                 raise
 
     def recapture(self, *, progress: Progress | None = None) -> CaptureReport:

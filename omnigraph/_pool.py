@@ -77,8 +77,9 @@ _STREAMS = WeakValueDictionary[tuple[int, int], "Pool"]()  # which pool captures
 class Pool:
     """The memory that the graphs of one owner share, and the order of their launches.
 
-    `with pool:` is one owner's turn: the host lock is held, and the current stream waits for the turn before. A static output is
-    valid until any graph of the pool replays; so copy it out within the turn.
+    `with pool.lock, pool:` is one owner's turn: the host lock is held, and the current stream waits for the turn before. A static output
+    is valid until any graph of the pool replays; so copy it out within the turn. (The lock is by itself, since only a lock made in C is
+    sure to be released when an interrupt comes.)
     """
 
     def __init__(self, device: torch.device | str, backend: str = "auto") -> None:
@@ -88,7 +89,6 @@ class Pool:
         self.backend = pick_backend(backend, self.device)
         self.arena = Arena()
         self.lock = threading.RLock()
-        self._depth = 0
         if self.backend == "cuda":
             self._index, self._raw_stream = self.device.index, torch._C._cuda_getCurrentRawStream
             self.stream = self._unused_stream()
@@ -124,23 +124,13 @@ class Pool:
         return len(self.graphs) - len(self.open) if self.graphs else 0
 
     def __enter__(self) -> Pool:
-        self.lock.acquire()
-        try:
-            if not self._depth and self.backend == "cuda" and self._raw_stream(self._index) != self._raw:
-                self._follow()
-        except BaseException:
-            self.lock.release()
-            raise
-        self._depth += 1
+        if self.backend == "cuda" and self._raw_stream(self._index) != self._raw:
+            self._follow()
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            if self._depth == 1 and self.backend == "cuda" and self._event is not None:
-                self._event.record(self._current)
-        finally:
-            self._depth -= 1
-            self.lock.release()
+        if self.backend == "cuda" and self._event is not None:
+            self._event.record(self._current)
 
     def capturing(self) -> bool:
         """`capturing(self.device)` without asking the driver about the legacy default stream, which cannot be captured."""

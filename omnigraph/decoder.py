@@ -128,7 +128,7 @@ class GraphedDecoder(GraphOwner):
                 continue
             if not way.pieces:
                 return self._eager(codes, shape, live.facts), way.outcome, way.tally
-            with live.pool:
+            with live.pool.lock, live.pool:
                 if not live.retired:  # not replaced while this call waited for its turn
                     return replay(way.pieces, codes), way.outcome, way.tally
 

@@ -176,7 +176,7 @@ class CapturedGraph:
         if capturing(self.pool.device):
             raise RuntimeError("a replay cannot be captured: call the function that the graph was captured from")
         leaves, spec = tree_flatten(inputs)
-        with self.pool, torch.no_grad():
+        with self.pool.lock, self.pool, torch.no_grad():
             if self._launcher is None:
                 raise RuntimeError("this graph is closed: capture again")
             self._check(leaves, spec)
@@ -287,7 +287,7 @@ def capture(
             raise CaptureError(*failed)
         own = sum(t.nbytes for t in tensors_of(inputs)) if copy_inputs else 0
         graph = CapturedGraph(launcher, inputs, pool, _held(pool) - held + own, seconds)
-    with pool:  # the next turn, on whatever stream, comes after the copies into the static inputs
+    with pool.lock, pool:  # the next turn, on whatever stream, comes after the copies into the static inputs
         if isinstance(launcher, Recording) and not launcher.proves():
             raise CaptureError("RuntimeError", "a replay gave other results than the call that it repeats: work was done out of sight")
         return graph

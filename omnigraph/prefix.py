@@ -187,7 +187,7 @@ class DecodeGraphCache:
             entries.make_room(prefix.nbytes)
             pool = entries.pool(self._device, self.backend)
             try:
-                with pool:  # so that whoever decodes first, on whatever stream, waits for the zeros
+                with pool.lock, pool:  # so that whoever decodes first, on whatever stream, waits for the zeros
                     entry = Entry(self.adapter.buffers(key, prefix), self.adapter.compiled, pool)
             except (RuntimeError, MemoryError) as error:
                 failed = f"{type(error).__name__}: {error}"
@@ -212,7 +212,7 @@ class DecodeGraphCache:
             return reason
         tokens = _fit(entry.buffers, hidden, timestep)
         self._entries.live.move_to_end(key)
-        with entry.pool, torch.no_grad():
+        with entry.pool.lock, entry.pool, torch.no_grad():
             entry.buffers.hidden.copy_(hidden[:, -tokens:])
             entry.buffers.timestep.copy_(timestep)
             if not entry.holds(prefix):

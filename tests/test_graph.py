@@ -288,7 +288,7 @@ def test_capturing_into_a_pool_does_not_touch_what_others_replay() -> None:
 
     def replaying() -> None:
         while not stop.is_set():
-            with pool:
+            with pool.lock, pool:
                 outputs = graph.replay(x)
                 time.sleep(0)  # let the other one run, if it does not wait for its turn
                 if not torch.equal(outputs, expected):
@@ -307,10 +307,10 @@ def test_turns_exclude_each_other_and_may_nest() -> None:
     pool, order = Pool("cpu"), []
 
     def other() -> None:
-        with pool:
+        with pool.lock, pool:
             order.append("other")
 
-    with pool, pool:
+    with pool.lock, pool, pool.lock, pool:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(0.05)
@@ -322,7 +322,7 @@ def test_turns_exclude_each_other_and_may_nest() -> None:
 def test_a_graph_is_not_closed_while_it_replays() -> None:
     pool = Pool("cpu")
     graph = capture(double, X, pool=pool)
-    with pool:
+    with pool.lock, pool:
         thread = threading.Thread(target=graph.close)
         thread.start()
         thread.join(0.05)

@@ -193,7 +193,7 @@ def test_graphs_run_on_the_current_stream_and_in_order() -> None:
     for i in range(90):
         with torch.cuda.stream(streams[i % 3]):
             x = normal(512, 512)
-            with pool:
+            with pool.lock, pool:
                 calls.append((x, graph.replay(x).clone()))
     torch.cuda.synchronize()
     assert all(torch.equal(fn(x), y) for x, y in calls)
@@ -208,7 +208,7 @@ def test_the_copy_into_a_fresh_static_input_does_not_overtake_a_replay_elsewhere
         first.replay(x)  # the turn before was on the other stream
     torch.cuda._sleep(1_000_000_000)  # half a second of the current one, before the copy of `x` into the static input
     second = capture(torch.cos, x, pool=pool)
-    with torch.cuda.stream(other), pool:
+    with torch.cuda.stream(other), pool.lock, pool:
         got = second.replay(y).clone()
     torch.cuda.synchronize()
     assert torch.equal(got, torch.cos(y))
@@ -226,7 +226,7 @@ def test_threads_with_streams_of_their_own() -> None:
             with torch.cuda.stream(torch.cuda.Stream()):
                 for i in range(50):
                     x = torch.randn(256, 256, device=DEVICE, generator=generator)
-                    with pool:
+                    with pool.lock, pool:
                         y = graphs[i % 2].replay(x).clone()
                     if not torch.allclose(y, fns[i % 2](x), rtol=1e-3, atol=1e-3):
                         wrong.append((seed, i))
@@ -251,7 +251,7 @@ def test_another_thread_may_allocate_copy_and_replay_during_captures() -> None:
                 while not stop.is_set():
                     y = torch.randn(2**20).pin_memory().to(DEVICE, non_blocking=True)
                     float(y.sum())
-                    with pool:
+                    with pool.lock, pool:
                         if not torch.equal(graph.replay(x).clone(), x.sin()):
                             wrong.append("a replay")
         except BaseException as error:
