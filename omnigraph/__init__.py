@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from omnigraph import models
+from omnigraph._export import Exported, from_vllm, from_wrapper, to_vllm, to_wrapper
 from omnigraph._files import FileError
 from omnigraph._pool import Pool
+from omnigraph._vllm_omni import VllmOmni, from_vllm_omni, to_vllm_omni
 from omnigraph._warmup import BucketReport, CaptureReport
 from omnigraph.chunks import Chunk, Chunking, schedule
 from omnigraph.compare import Comparison, verify
@@ -21,6 +23,7 @@ from omnigraph.stats import Fallback, Outcome, ReplayStats
 from omnigraph.streaming import StreamSession
 from omnigraph.sweeping import Job, sweep
 from omnigraph.trace import Trace, load_calls, save_calls
+from omnigraph.widgets import explore
 
 __version__ = "0.1.0"
 
@@ -40,6 +43,7 @@ __all__ = [
     "DecodeGraphKey",
     "DecoderFacts",
     "Driven",
+    "Exported",
     "Fallback",
     "FileError",
     "GraphedDecoder",
@@ -55,8 +59,13 @@ __all__ = [
     "Shape",
     "StreamSession",
     "Trace",
+    "VllmOmni",
     "capture",
     "drive",
+    "explore",
+    "from_vllm",
+    "from_vllm_omni",
+    "from_wrapper",
     "load_calls",
     "load_curve",
     "models",
@@ -69,5 +78,8 @@ __all__ = [
     "settle",
     "simulate",
     "sweep",
+    "to_vllm",
+    "to_vllm_omni",
+    "to_wrapper",
     "verify",
 ]

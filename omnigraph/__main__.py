@@ -118,7 +118,10 @@ def _plan(args: argparse.Namespace) -> int:
     report = plan_buckets(calls, profile, args.max_graphs, args.max_bytes, args.max_seconds, compiled)
     print(report)
     if report.plan is None:
-        return 0
+        asked = [path for path in (args.out, args.vllm, args.vllm_omni) if path]
+        for path in asked:
+            print(f"no plan: {path} is not written", file=sys.stderr)
+        return 1 if asked else 0
     if args.out:
         print(f"plan: {report.plan.save(args.out)}")
     exports = [(args.vllm, to_vllm(report.plan))] if args.vllm else []
@@ -142,7 +145,7 @@ def _verify(args: argparse.Namespace) -> int:
         compared = verify(decoder, shapes)
     print(compared.to_frame().to_string(index=False))
     print(compared)
-    return 0 if compared.ok and not report.failed and not report.note else 1
+    return 0 if compared.ok and compared.replayed and not report.failed and not report.note else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -202,7 +205,10 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument("--vllm", type=Path, help="the plan as vLLM's compilation_config")
 
     verified = command(
-        "verify", _verify, "Compare replays with eager; exits with 1 where they differ.", "code2wav plan.json --dtype bfloat16"
+        "verify",
+        _verify,
+        "Compare replays with eager; exits with 1 where they differ, or where nothing was replayed.",
+        "code2wav plan.json --dtype bfloat16",
     )
     model(verified)
     verified.add_argument("plan", type=Path, help="what `plan` wrote")
@@ -212,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 where `verify` finds a difference, 2 for bad input."""
+    """Run a command; returns the exit code: 0, 1 where `verify` finds a difference or `plan` no plan to write, 2 for bad input."""
     args = _parser().parse_args(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ from omnigraph._pool import Pool, environment, pick_backend
 from omnigraph._provenance import differences
 from omnigraph._warmup import BucketReport, CaptureReport, Progress, capture_buckets, compile_module
 from omnigraph.facts import DecoderFacts, probe
-from omnigraph.shapes import Bucket, BucketPlan, Shape
+from omnigraph.shapes import Bucket, BucketPlan, Cost, Shape
 from omnigraph.stats import Fallback
 
 Padding = Literal["auto", "exact", "allow"]
@@ -37,6 +37,7 @@ class GraphOwner:
 
     num_quantizers: int
     codebook_size: int
+    cost: Cost | None
 
     def __init__(self, module: torch.nn.Module, plan: BucketPlan, padding: Padding, backend: str) -> None:
         self.module, self.plan, self.padding, self.backend = module, _plan(plan), padding, backend
@@ -101,8 +102,10 @@ class GraphOwner:
             return CaptureReport((), "eager", note="backend='eager': every call goes eager")
         pick_backend(self.backend, self.device)
         self.module.eval()
-        for difference in differences(dict(self.plan.made_for), self.module):
-            warnings.warn(f"the plan was made for {difference}", stacklevel=3)
+        measured = getattr(getattr(self.cost, "__self__", None), "made_for", {})  # of the profile whose `cost` it is
+        for what, made_for in (("plan", self.plan.made_for), ("cost", measured)):
+            for difference in differences(dict(made_for), self.module):
+                warnings.warn(f"the {what} was made for {difference}", stacklevel=3)
         facts = self._facts = self._probe()
         probed = time.perf_counter() - start
         if self.padding == "allow" and not (facts.causal and facts.rows_independent):

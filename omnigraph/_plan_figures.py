@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import cycle
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -145,3 +146,53 @@ def profile_curves(frame: pd.DataFrame, source: str, batch: int = 1) -> go.Figur
     title = f"What a call of {batch} row{'s' * (batch > 1)} takes"
     figure = finish(figure, title, "frames of the call", "ms a call, median and quartiles", source, showlegend=True)
     return figure.update_yaxes(rangemode="tozero")
+
+
+def speedup_curves(frame: pd.DataFrame, source: str) -> go.Figure:
+    """How many times as long an eager call takes as its replay, by the frames of all its rows: at 1 a graph saves nothing.
+
+    Args:
+        frame: `Profile.to_frame()`: batch, frames, how, ms, speedup.
+        source: device, date, measured or recorded.
+    """
+    go, figure, np = plotly(), plotly().Figure(), need("numpy")
+    replays = frame[(frame["how"] == "plain") & frame["speedup"].notna()]
+    looks = zip(cycle(dict.fromkeys(COLOURS.values())), cycle(("circle", "square", "diamond", "cross", "x", "triangle-up")), strict=False)
+    for batch, (colour, symbol) in zip(sorted(set(replays["batch"].tolist())), looks, strict=False):
+        rows = replays[replays["batch"] == batch]
+        each = zip(*(rows[name].tolist() for name in ("frames", "ms", "speedup")), strict=True)
+        told = [f"{batch}x{frames}: {ms * times:.3g} ms eager, {ms:.3g} by replay" for frames, ms, times in each]
+        look = {"line": {"color": colour, "width": 1.5}, "marker": {"symbol": symbol, "size": 7}, "mode": "lines+markers"}
+        x, y = batch * rows["frames"], rows["speedup"]
+        name = f"{batch} row{'s' * (batch > 1)}"
+        figure.add_trace(go.Scatter(x=x, y=y, name=name, customdata=told, hovertemplate="%{customdata}<extra></extra>", **look))
+    figure.add_hline(y=1, line={"dash": "dot", "color": "#555"})
+    work = np.append(replays["batch"] * replays["frames"], 1)
+    title = "Where graphs stop paying: eager over replay"
+    figure = finish(figure, title, "frames of the call, all rows together (log)", "times as long eagerly", source, showlegend=True)
+    return figure.update_xaxes(log_axis(work)).update_yaxes(rangemode="tozero")
+
+
+def budget_curve(frame: pd.DataFrame, source: str, baseline: str = "heuristic") -> go.Figure:
+    """Expected milliseconds of a call by the memory that a plan takes: plans for several budgets, and a star for the baseline.
+
+    Args:
+        frame: a row for each plan: name, pool_bytes, ms, graphs, hit_rate; the one named as the baseline stands apart.
+        source: device, date, measured or recorded times.
+        baseline: name of the row to compare with.
+    """
+    go, figure = plotly(), plotly().Figure()
+    own, plans = frame[frame["name"] == baseline], frame[frame["name"] != baseline].sort_values("pool_bytes")
+    star = {"symbol": "star", "size": 16, "color": COLOURS["fallback"]}
+    for name, rows, look in (
+        ("plans for a budget", plans, {"mode": "lines+markers", "line": {"color": COLOURS["replay"]}}),
+        (baseline, own, {"mode": "markers", "marker": star}),
+    ):
+        told = [f"{r.name}: {r.graphs} graphs, {r.hit_rate:.1%} hits" for r in rows.itertuples(index=False)]
+        text = "%{customdata}<br>%{x:,.0f} MiB, %{y:.3g} ms<extra></extra>"
+        figure.add_trace(go.Scatter(x=rows["pool_bytes"] / 2**20, y=rows["ms"], name=name, customdata=told, hovertemplate=text, **look))
+    figure.add_hline(y=float(own["ms"].iloc[0]), line={"dash": "dot", "color": COLOURS["fallback"], "width": 1})
+    title = "What memory buys"
+    figure = finish(figure, title, "MiB of the pool (log)", "expected ms a call", source, showlegend=True)
+    figure.update_xaxes(log_axis(frame["pool_bytes"] / 2**20)).update_yaxes(rangemode="tozero")
+    return figure.update_layout(legend={"orientation": "h", "y": -0.2})

@@ -127,7 +127,7 @@ def to_vllm_omni(
         plan: the buckets.
         chunk_size, left_context_size, ramp: of a stream, in frames.
         offline_chunk_size, offline_left_context_size: of whole utterances, in frames.
-        max_batch: most rows decoded together; the plan's largest batch where left out.
+        max_batch: most rows decoded together; the system's own where left out.
         streaming: whether the server streams, which decides what it captures.
         connector: the connector's name in the deploy file.
 
@@ -144,7 +144,7 @@ def to_vllm_omni(
         offline_left_context_size,
         tuple(sizes),
         tuple(batches),
-        max_batch or batches[-1],
+        max_batch,
     )
     target = settings.plan(streaming=streaming)
     losses = differences(plan, target)

@@ -86,7 +86,14 @@ class Comparison:
         bitwise = sum(row.bitwise for row in self.rows)
         wrong = [f"  {row.shape}: {row.problem}" for row in self.rows if not row.ok]
         verdict = "all as eager" if self.ok else f"{len(wrong)} not as eager"
-        return "\n".join([f"{len(self.rows)} calls in {self.dtype} on {self.device}: {verdict}, {bitwise} of them bitwise", *wrong])
+        unproven = len(self.rows) - self.replayed
+        verdict += f", {bitwise} of them bitwise" + f"; {unproven} went eager, which proves nothing of a graph" * bool(unproven)
+        return "\n".join([f"{len(self.rows)} calls in {self.dtype} on {self.device}: {verdict}", *wrong])
+
+    @property
+    def replayed(self) -> int:
+        """Calls that a replay served; the others are eager compared with eager."""
+        return sum(row.outcome.kind != "fallback" for row in self.rows)
 
     def _repr_html_(self) -> str:
         heads = ["call", "served", "by", "bitwise", "error", "eager's error", "SNR dB", "problem"]

@@ -9,12 +9,14 @@ from omnigraph._error_figures import error_by_context, error_map, snr_by_frame
 from omnigraph._load_figures import predicted_against_measured, service_by_load
 from omnigraph._plan_figures import (
     bucket_costs,
+    budget_curve,
     calls_histogram,
     gain_curve,
     memory_by_bucket,
     padded_work_by_bucket,
     profile_curves,
     side_by_side,
+    speedup_curves,
 )
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "ERRORS",
     "KINDS",
     "bucket_costs",
+    "budget_curve",
     "call_timeline",
     "calls_histogram",
     "error_by_context",
@@ -41,4 +44,5 @@ __all__ = [
     "service_by_load",
     "side_by_side",
     "snr_by_frame",
+    "speedup_curves",
 ]

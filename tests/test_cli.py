@@ -90,6 +90,23 @@ def test_plan_then_verify(folder: Path, capsys: Said) -> None:
     assert "4 calls in float32 on cpu: all as eager" in capsys.readouterr().out
 
 
+def test_verify_by_a_profile_that_sends_all_calls_eager_proves_nothing(folder: Path, capsys: Said) -> None:
+    content = json.loads((folder / "profile.json").read_text())
+    for p in content["points"]:
+        p["ms"] = 1.0 if p["how"] == "eager" else 2.0
+    (folder / "slower.json").write_text(json.dumps(content))
+    plan = BucketPlan.grid([1], [8]).save(folder / "one.json")
+    assert main(["verify", "tiny", str(plan), "--profile", str(folder / "slower.json")]) == 1
+    assert "2 went eager, which proves nothing of a graph" in capsys.readouterr().out
+
+
+def test_without_a_plan_nothing_is_written_and_that_is_said(folder: Path, capsys: Said) -> None:
+    out = folder / "none.json"
+    assert main(["plan", str(folder / "counts.csv"), str(faster(folder)), "--max-seconds", "1e-9", "--out", str(out)]) == 1
+    assert not out.exists()
+    assert f"no plan: {out} is not written" in capsys.readouterr().err
+
+
 def test_plan_from_shape_counts(folder: Path, capsys: Said) -> None:
     assert main(["plan", str(folder / "counts.csv"), str(faster(folder)), "--max-bytes", "1GiB", "--max-seconds", "9"]) == 0
     assert "Plan: 1x8 2x8." in capsys.readouterr().out

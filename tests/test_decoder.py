@@ -838,6 +838,19 @@ def test_a_route_is_not_made_of_graphs_that_were_closed_meanwhile() -> None:
         assert check(decoder, codes_for(module, 1, 8)).kind == "exact"
 
 
+def test_a_profile_of_another_model_says_so_at_the_warm_up() -> None:
+    from omnigraph.profile import Profile
+
+    profile = Profile.measure(tiny(seed=1), [(1, 4)], repeats=5, seconds_each=0.01, progress=False)
+    with GraphedDecoder(tiny(), BucketPlan(((1, 4),)), cost=profile.cost) as decoder:
+        decoder.warmup(strict=True)
+    with (
+        GraphedDecoder(tiny(dtype=torch.bfloat16), BucketPlan(((1, 4),)), cost=profile.cost) as decoder,
+        pytest.warns(UserWarning, match="the cost was made for dtype 'float32', here it is 'bfloat16'"),
+    ):
+        decoder.warmup(strict=True)
+
+
 def test_latency_is_kept_when_asked_for() -> None:
     module = tiny()
     with warm(module, latency=True) as decoder:

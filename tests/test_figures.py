@@ -127,6 +127,15 @@ def calls_histogram(frame: Any, source: str) -> Any:
     return figures.calls_histogram({Shape(n, row.frames): row.calls for n, row in enumerate(frame.itertuples(), 1)}, source)
 
 
+def speedups() -> Any:
+    return profile().assign(speedup=[1.0, 2.5, 1.25])
+
+
+def budgets() -> Any:
+    rows = {"name": ["heuristic", "1/4", "1/8"], "pool_bytes": [2**33, 2**31, 2**30], "ms": [16.0, 15.0, 17.0]}
+    return pd.DataFrame(rows | {"graphs": [33, 33, 20], "hit_rate": [0.99, 1.0, 0.8]})
+
+
 DRAWN: dict[Callable[..., Any], tuple[Any, str, str]] = {  # with what; words on the x axis and the y axis
     figures.latency_by_shape: (latency(), "batch x frames", "ms a call"),
     figures.outcomes_by_frames: (outcomes(), "frames", "calls"),
@@ -146,6 +155,8 @@ DRAWN: dict[Callable[..., Any], tuple[Any, str, str]] = {  # with what; words on
     figures.side_by_side: (sides(), "ms a call", ""),
     calls_histogram: (outcomes(), "frames", "calls"),
     figures.profile_curves: (profile(), "frames", "ms"),
+    figures.speedup_curves: (speedups(), "frames", "times"),
+    figures.budget_curve: (budgets(), "MiB", "ms a call"),
     figures.service_by_load: (loads(), "load", "seconds"),
     figures.predicted_against_measured: (predicted(), "predicted", "measured"),
 }
@@ -362,3 +373,15 @@ def test_one_miss_among_many_calls_is_not_all_hits() -> None:
     figure = figures.hit_map(frame, source=SOURCE)
     assert figure.layout.title.text.endswith("99.9% by replays")
     assert cells(figure)["1", "9"] == (0, "99%")
+
+
+def test_speedups_are_those_of_replays_by_the_frames_of_all_rows() -> None:
+    lines = figures.speedup_curves(speedups(), SOURCE).data
+    assert {line.name: (list(line.x), list(line.y)) for line in lines} == {"1 row": ([50], [2.5]), "2 rows": ([50], [1.25])}
+    assert lines[0].customdata[0] == "1x50: 12.5 ms eager, 5 by replay"
+
+
+def test_plans_for_a_budget_are_in_order_of_memory_and_the_baseline_stands_apart() -> None:
+    plans, heuristic = figures.budget_curve(budgets(), SOURCE).data
+    assert (list(plans.x), list(plans.y)) == ([1024, 2048], [17, 15])
+    assert (list(heuristic.x), list(heuristic.y), heuristic.marker.symbol) == ([8192], [16], "star")

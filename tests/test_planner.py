@@ -27,7 +27,6 @@ from omnigraph.trace import Trace
 
 ROOT = Path(__file__).parents[1]
 AZURE = ROOT.parent / "shared" / "data" / "AzureLLMInferenceTrace_conv.csv"
-H200 = ROOT / "data" / "profiles" / "h200_code2wav_bf16.json"
 
 
 def launch_bound(batches: Iterable[int] = (1, 2, 4, 8), compiled: Iterable[Shape] = ()) -> Profile:
@@ -364,11 +363,6 @@ def test_thousands_of_lengths_are_thinned_and_that_is_told() -> None:
     assert report.floor.ms <= report.bound <= report.chosen.ms < report.eager.ms
 
 
-def profiles() -> list[Any]:
-    h200 = pytest.param(H200, marks=pytest.mark.skipif(not H200.exists(), reason="data/profiles has no H200 profile yet"), id="h200")
-    return [pytest.param(None, id="made up"), h200]
-
-
 @pytest.fixture(scope="module")
 def azure() -> Trace:
     if not AZURE.exists():
@@ -376,9 +370,8 @@ def azure() -> Trace:
     return Trace.load(AZURE)
 
 
-@pytest.mark.parametrize("path", profiles())
-def test_three_graphs_do_as_well_as_the_heuristics_eleven(azure: Trace, path: Path | None) -> None:
-    profile = Profile.load(path) if path else launch_bound([1])
+def test_three_graphs_do_as_well_as_the_heuristics_eleven(azure: Trace) -> None:
+    profile = launch_bound([1])
     calls = azure.calls(chunk_size=25, left_context_size=25)
     assert sum(calls.values()) == 622_718
     start = time.perf_counter()
@@ -390,9 +383,8 @@ def test_three_graphs_do_as_well_as_the_heuristics_eleven(azure: Trace, path: Pa
     assert report.gap == 0
 
 
-@pytest.mark.parametrize("path", profiles())
-def test_offline_as_many_graphs_leave_a_third_of_the_heuristics_excess(azure: Trace, path: Path | None) -> None:
-    profile = Profile.load(path) if path else launch_bound([1])
+def test_offline_as_many_graphs_leave_a_third_of_the_heuristics_excess(azure: Trace) -> None:
+    profile = launch_bound([1])
     calls = azure.calls(chunk_size=300, left_context_size=25)
     heuristic = BucketPlan.from_chunking(0, 0)
     start = time.perf_counter()
@@ -401,9 +393,8 @@ def test_offline_as_many_graphs_leave_a_third_of_the_heuristics_excess(azure: Tr
     assert report.chosen.ms - report.floor.ms <= (report.heuristic.ms - report.floor.ms) / 3
 
 
-@pytest.mark.parametrize("path", profiles())
-def test_a_quarter_of_the_heuristics_memory_is_enough(azure: Trace, path: Path | None) -> None:
-    profile = Profile.load(path) if path else launch_bound()
+def test_a_quarter_of_the_heuristics_memory_is_enough(azure: Trace) -> None:
+    profile = launch_bound()
     heuristic = BucketPlan.from_chunking(25, 25, [1, 4, 8])
     calls = azure.calls(chunk_size=25, left_context_size=25)
     for mixed in (calls, {Shape(b, s.frames): -(-n // 2**b) for s, n in calls.items() for b in range(1, 9)}):
