@@ -40,7 +40,7 @@ def latency_by_shape(frame: pd.DataFrame, source: str) -> go.Figure:
             )
         )
     figure = finish(figure, "Latency by shape", "call (batch x frames)", "ms a call (log), median and quartiles", source)
-    return figure.update_yaxes(type="log", dtick="D2").update_xaxes(type="category")
+    return figure.update_yaxes(log_axis([*frame["eager_ms"], *frame["decode_ms"]])).update_xaxes(type="category")
 
 
 def outcomes_by_frames(frame: pd.DataFrame, source: str) -> go.Figure:
@@ -131,7 +131,7 @@ def latency_distribution(frame: pd.DataFrame, source: str) -> go.Figure:
         marker = {"color": colour, "size": 9, "symbol": ["circle", "square", "diamond"]}
         figure.add_trace(go.Scatter(x=ms[at], y=[50, 95, 99], mode="markers", marker=marker, showlegend=False, **look))
     figure = finish(figure, "How long calls take", "ms a call (log); marks at p50, p95, p99", "calls that take at most that, %", source)
-    figure.update_layout(legend={"orientation": "h", "y": -0.25}).update_xaxes(log_axis(frame["ms"]))
+    figure.update_layout(legend={"orientation": "h", "y": -0.32}).update_xaxes(log_axis(frame["ms"]))
     return figure.update_yaxes(tickvals=[0, 25, 50, 75, 95, 99], range=[0, 104])
 
 

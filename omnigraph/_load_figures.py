@@ -21,7 +21,7 @@ def service_by_load(frame: pd.DataFrame, source: str) -> go.Figure:
         source: trace, device, date, measured or recorded times.
     """
     go = plotly()
-    figure = need("plotly.subplots").make_subplots(1, 2, horizontal_spacing=0.12)
+    figure = need("plotly.subplots").make_subplots(1, 2, horizontal_spacing=0.2)
     plans = frame.groupby("plan", sort=False)
     symbols = cycle(("circle", "square", "diamond", "cross", "triangle-up"))
     for (name, part), colour, symbol in zip(plans, colours_of(frame["plan"].unique()), symbols, strict=False):
@@ -34,7 +34,7 @@ def service_by_load(frame: pd.DataFrame, source: str) -> go.Figure:
         figure.add_trace(first, 1, 1)
         stalled = go.Scatter(x=part["load"], y=100 * part["underrun_share"], hovertemplate="%{y:.3g} %", showlegend=False, **look)
         figure.add_trace(stalled, 1, 2)
-    x = "load, times the trace's arrival rate"
+    x = "load (times the arrivals)"
     title = "Service under load (open marks: saturated)"
     figure = finish(figure, title, x, "seconds to first audio, p95 (log)", source, showlegend=True)
     figure.update_xaxes(title=x, rangemode="tozero").update_yaxes(log_axis(frame["first_audio_p95"]), row=1, col=1)

@@ -13,7 +13,7 @@ import torch
 from omnigraph._needs import need
 from omnigraph._points import Point
 from omnigraph._pool import Pool
-from omnigraph._warmup import RECOMPILE_LIMIT, compile_module
+from omnigraph._warmup import RECOMPILE_LIMIT, Progress, compile_module
 from omnigraph.facts import code_space
 from omnigraph.graph import CapturedGraph, capture
 from omnigraph.shapes import Bucket, How, Shape
@@ -68,7 +68,7 @@ def measure_points(
     repeats: int,
     seconds_each: float,
     seconds: float | None,
-    progress: bool,
+    progress: bool | Progress,
     backend: str,
 ) -> Generator[Point | Failed, None, None]:
     """Yield a `Point` for each shape and way of running it that is not in `skip`, or the graph that could not be made and why.
@@ -124,7 +124,7 @@ def measure_points(
     missing = [way for way in ways if way not in skip]
     if not missing:
         return
-    bar = need("tqdm.auto").tqdm(missing, disable=not progress, unit="point")
+    bar = need("tqdm.auto").tqdm(missing, disable=progress is not True, unit="point")
     try:
         with torch.no_grad():
             if any(how != "eager" for _, how in missing):
@@ -139,6 +139,8 @@ def measure_points(
                     warnings.warn(f"{seconds:g} s are over: {done} of {len(missing)} points were measured", stacklevel=3)
                     break
                 bar.set_description(f"{shape} {how}")
+                if callable(progress):
+                    progress(f"measure {shape} {how}", done, len(missing))
                 try:
                     if how == "eager":
                         yield Point(shape, how, *time_calls(module, [codes(shape) for _ in range(4)], repeats, seconds_each))

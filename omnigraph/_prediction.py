@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from omnigraph._needs import need
 from omnigraph._report import Routes
 from omnigraph.profile import Profile
-from omnigraph.shapes import Bucket, BucketPlan, Calls, Cost, How, Route, Shape, route
+from omnigraph.shapes import MAX_WASTE, Bucket, BucketPlan, Calls, Cost, How, Route, Shape, route
 from omnigraph.stats import Fallback, outcome
 
 if TYPE_CHECKING:
@@ -60,11 +60,12 @@ class Prediction:
         return rows.merge(predicted, on=["batch", "frames"]).drop(columns=["batch", "frames"])
 
 
-def predictor(calls: Calls, profile: Profile) -> Callable[[BucketPlan | None, Padding], Prediction]:
+def predictor(calls: Calls, profile: Profile, *, by_frames: bool = False) -> Callable[[BucketPlan | None, Padding], Prediction]:
     """Make ready to predict plans for `calls` (how often each shape is called) at the times of `profile`.
 
     What it returns takes a plan (None: all eager) and what may be done to calls, and is cheap to call again: eager times are looked up
-    once, and calls of one batch size that see the same buckets are routed once for all.
+    once, and calls of one batch size that see the same buckets are routed once for all. Calls take what costs least by the profile, as
+    in a decoder with `cost=profile.cost`; `by_frames`: as in one without a cost.
 
     Raises:
         ValueError: no calls, or the profile lacks times that the plan needs.
@@ -78,7 +79,7 @@ def predictor(calls: Calls, profile: Profile) -> Callable[[BucketPlan | None, Pa
     def predict(plan: BucketPlan | None, padding: Padding = ALL) -> Prediction:
         buckets = plan.buckets if plan else ()
         prices = dict(zip(buckets, profile.each(buckets).tolist(), strict=True))
-        routing = _Routing(
+        routing = (_ByFrames if by_frames else _Routing)(
             buckets, lambda shape, how: eager[shape] if how == "eager" else prices[Bucket(shape, how == "compiled")], padding
         )
         rows, work = [], _Work(buckets)
@@ -137,6 +138,28 @@ class _Routing:
             taken = route(shape, key[1], self.cost, **self.padding._asdict())
             return taken, ms if taken.parts else eager
         return (Route(shape, taken.parts), ms) if ms < eager else (Route(shape, (), "eager_is_faster"), eager)
+
+
+class _ByFrames(_Routing):
+    """The same where calls cost the frames they decode, and eager serves those that a bucket would pad too much."""
+
+    def _graph_only(self, shape: Shape, how: How) -> float:
+        return shape.batch * shape.frames
+
+    def of(self, shape: Shape) -> tuple[Route, float]:
+        if not self.padding.pad_frames and shape.frames not in self.lengths:
+            return Route(shape, (), "no_bucket"), self.cost(shape, "eager")
+        key = shape.batch, self.routes.seen(shape)
+        if key not in self.known:
+            taken = route(shape, key[1], max_waste=math.inf, **self.padding._asdict())
+            self.known[key] = taken, sum(self.cost(b.shape, "compiled" if b.compiled else "plain") for b, _ in taken.parts)
+        taken, ms = self.known[key]
+        if not taken.parts:
+            return Route(shape, (), "no_bucket"), self.cost(shape, "eager")
+        decoded = sum(b.shape.batch * b.shape.frames for b, _ in taken.parts)
+        if decoded > MAX_WASTE * shape.batch * shape.frames:
+            return Route(shape, (), "too_much_padding"), self.cost(shape, "eager")
+        return Route(shape, taken.parts), ms
 
 
 class _Work:

@@ -87,7 +87,7 @@ class Comparison:
         wrong = [f"  {row.shape}: {row.problem}" for row in self.rows if not row.ok]
         verdict = "all as eager" if self.ok else f"{len(wrong)} not as eager"
         unproven = len(self.rows) - self.replayed
-        verdict += f", {bitwise} of them bitwise" + f"; {unproven} went eager, which proves nothing of a graph" * bool(unproven)
+        verdict += f", {bitwise} of them bitwise" + f"; {unproven} went eager, with no replay to check" * bool(unproven)
         return "\n".join([f"{len(self.rows)} calls in {self.dtype} on {self.device}: {verdict}", *wrong])
 
     @property

@@ -14,7 +14,7 @@ import torch
 
 from omnigraph._needs import need
 from omnigraph._provenance import device_name
-from omnigraph._warmup import CaptureReport
+from omnigraph._warmup import CaptureReport, Progress
 from omnigraph.decoder import GraphedDecoder
 from omnigraph.shapes import Calls, Shape
 from omnigraph.stats import Outcome
@@ -112,7 +112,7 @@ def sample(calls: Calls, limit: int, seed: int = 0) -> list[Shape]:
 
 @torch.no_grad()
 def drive(
-    decoder: GraphedDecoder, calls: Calls, *, limit: int = 500, eager_repeats: int = 5, seed: int = 0, progress: bool = True
+    decoder: GraphedDecoder, calls: Calls, *, limit: int = 500, eager_repeats: int = 5, seed: int = 0, progress: bool | Progress = True
 ) -> Driven:
     """Decode up to `limit` of `calls` on random codes, timing each, and the first `eager_repeats` of each shape eagerly beside.
 
@@ -120,7 +120,7 @@ def drive(
 
     Args:
         calls: how often each shape is called, as `trace.calls(...)` gives it.
-        progress: show a bar.
+        progress: show a bar; or a function, as of `GraphedDecoder.warmup`, that is called before each call and may raise to stop.
     """
     order = sample(calls, limit, seed)
     if not order:
@@ -128,8 +128,10 @@ def drive(
     times: dict[Shape, list[float]] = {shape: [] for shape in sorted(set(order))}
     eager: dict[Shape, list[float]] = {shape: [] for shape in times}
     outcomes: dict[Shape, Outcome] = {}
-    bar: Callable[..., Iterable[Shape]] = need("tqdm.auto").tqdm if progress else lambda shapes, **_: shapes
-    for shape in bar(order, desc="decoding", unit="call"):
+    bar: Callable[..., Iterable[Shape]] = need("tqdm.auto").tqdm if progress is True else lambda shapes, **_: shapes
+    for done, shape in enumerate(bar(order, desc="decoding", unit="call")):
+        if callable(progress):
+            progress(f"decode {shape}", done, len(order))
         codes = decoder._codes(shape)
         if shape not in outcomes:
             outcomes[shape] = decoder.served(shape)

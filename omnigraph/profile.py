@@ -17,6 +17,7 @@ from omnigraph._measure import measure_points
 from omnigraph._needs import need
 from omnigraph._points import Point, Surface
 from omnigraph._provenance import differences, identity, provenance
+from omnigraph._warmup import Progress
 from omnigraph.shapes import Bucket, How, Shape
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Profile:
         seconds_each: float = 0.5,
         seconds: float | None = None,
         resume: str | os.PathLike[str] | None = None,
-        progress: bool = True,
+        progress: bool | Progress = True,
         backend: str = "auto",
     ) -> Profile:
         """Time `module` at `shapes`, eagerly and by replay, and by compiled replay at those in `compiled`.
@@ -84,7 +85,8 @@ class Profile:
         least 5. Shapes go from the largest to the smallest, so that marginal bytes are those of a warm-up.
 
         `resume` names a file: what it holds is not measured again, and it is saved after every shape. An interrupt (the
-        stop button, Ctrl-C) or the end of `seconds` keeps what there is. A progress bar says what is being measured.
+        stop button, Ctrl-C) or the end of `seconds` keeps what there is. A progress bar says what is being measured; or `progress`
+        is a function, as of `GraphedDecoder.warmup`, that is told so and may raise to stop.
 
         Raises:
             FileError: the file to resume is another model's, dtype's or device's.

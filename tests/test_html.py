@@ -77,7 +77,7 @@ def test_a_decoder_is_warmed_up_called_and_compared() -> None:
             ["padded", "", "1", "25.0%"],
         ]
         title, rows, _ = read(verify(decoder, [(1, 4), (1, 9)])._repr_html_())
-        assert title == "2 calls in float32 on cpu: all as eager, 2 of them bitwise"
+        assert title == "2 calls in float32 on cpu: all as eager, 2 of them bitwise; 1 went eager, with no replay to check"
         assert [row[:4] for row in rows[1:]] == [["1x4", "exact", "1x4", "yes"], ["1x9", "fallback", "no_bucket", "yes"]]
 
 

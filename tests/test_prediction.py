@@ -41,12 +41,14 @@ def how(bucket: Bucket) -> How:
     return "compiled" if bucket.compiled else "plain"
 
 
-def one_by_one(calls: dict[Shape, int], profile: Profile, plan: BucketPlan, padding: Padding) -> tuple[Any, dict[str, list[int]], float]:
+def one_by_one(
+    calls: dict[Shape, int], profile: Profile, plan: BucketPlan, padding: Padding, by_frames: bool
+) -> tuple[Any, dict[str, list[int]], float]:
     """The outcomes as a decoder would count them, what each bucket does, and all milliseconds."""
     stats, ms = ReplayStats(), 0.0
     work = {str(bucket): [0, 0, 0] for bucket in plan.buckets} | {"eager": [0, 0, 0]}
     for shape, n in calls.items():
-        taken = route(shape, plan.buckets, profile.cost, **padding._asdict())
+        taken = route(shape, plan.buckets, None if by_frames else profile.cost, **padding._asdict())
         for _ in range(n):
             stats.record(shape, outcome(taken))
         ms += n * (sum(profile.cost(b.shape, how(b)) for b, _ in taken.parts) if taken.parts else profile.cost(shape, "eager"))
@@ -69,13 +71,14 @@ shapes = st.builds(Shape, st.integers(1, 5), st.sampled_from(FRAMES))
     padding=st.builds(Padding, st.booleans(), st.booleans(), st.booleans()),
     seed=st.integers(0, 50),
     round_to=st.integers(0, 3),
+    by_frames=st.booleans(),
 )
 def test_a_prediction_is_what_route_says_call_by_call(
-    calls: dict[Shape, int], plain: set[Shape], compiled: set[Shape], padding: Padding, seed: int, round_to: int
+    calls: dict[Shape, int], plain: set[Shape], compiled: set[Shape], padding: Padding, seed: int, round_to: int, by_frames: bool
 ) -> None:
     profile, plan = made_up(random.Random(seed), round_to), BucketPlan(tuple(plain), tuple(compiled))
-    found = predictor(calls, profile)(plan, padding)
-    counted, work, ms = one_by_one(calls, profile, plan, padding)
+    found = predictor(calls, profile, by_frames=by_frames)(plan, padding)
+    counted, work, ms = one_by_one(calls, profile, plan, padding, by_frames)
     columns = ["batch", "frames", "kind", "compiled", "bucket", "reason", "calls", "padded_frames"]
     pd.testing.assert_frame_equal(found.calls[columns], counted[columns], check_dtype=False)
     rows = found.work.set_index("bucket")
