@@ -1,6 +1,7 @@
 # omnigraph: `make lab` and `make test` are all that most people need. Both make their environment, .venv, by themselves.
 #
 #   make lab         JupyterLab on the quickstart; more flags for it: make lab LAB_ARGS="--no-browser --ip=0.0.0.0"
+#   make voila       the dashboard of notebook 6 as an application, on http://localhost:8866; more flags for it: VOILA_ARGS
 #   make notebooks   run every notebook without a browser; the report is build/report/index.html
 #   make test        what CI runs: unit tests, notebooks (nbval), browser, ruff, mypy
 #   make refresh     run the notebooks again and store their outputs; one only: make refresh NOTEBOOKS=notebooks/00_quickstart.ipynb
@@ -14,6 +15,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 LAB_ARGS ?=
+VOILA_ARGS ?=
 NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 PY := .venv/bin/python
 QUIET := NO_COLOR=1 PY_COLORS=0
@@ -25,7 +27,7 @@ NBCONVERT := $(QUIET) $(PY) -m nbconvert --log-level=WARN --execute --ExecutePre
     --ExecutePreprocessor.extra_arguments=--log-level=40 --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help
-.PHONY: help lab notebooks test style types unit nbval browser refresh clean
+.PHONY: help lab voila notebooks test style types unit nbval browser refresh clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -48,6 +50,11 @@ help:
 lab: .venv/.lab
 	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_quickstart.ipynb \
 	    $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+
+# Voila's page asks a CDN for icons that it has itself: the policy keeps all requests on the machine. Its page does not draw plotly's JSON.
+voila: .venv/.lab
+	PLOTLY_RENDERER=notebook $(PY) -m voila notebooks/06_hit_rates_and_latency.ipynb --Voila.ip=127.0.0.1 \
+	    --Voila.tornado_settings="{'headers': {'Content-Security-Policy': \"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:\"}}" $(VOILA_ARGS)
 
 # In a copy, so that a run changes no file of the project. The pages hold plotly.js and ask nothing of the network, MathJax included.
 notebooks: .venv/.lab

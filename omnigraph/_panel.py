@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from html import escape
 from threading import Event
 from typing import Any
 
-import ipywidgets as w
-
 from omnigraph._debounce import Latest
-from omnigraph._panel_controls import Controls, text_of
-from omnigraph._panel_fields import BAD, Bar, dispose
+from omnigraph._panel_controls import Controls
+from omnigraph._panel_drawn import live_table
+from omnigraph._panel_frame import Frame
 from omnigraph._panel_jobs import Applied, Cancelled, Player, apply, measure, own_grad_mode
-from omnigraph._panel_plots import Plots
 from omnigraph._panel_state import State, calls_of
 from omnigraph._panel_views import COSTS, HITS, LIVE, LOAD, MEASURED, Look, Views
 from omnigraph.decoder import GraphedDecoder
@@ -37,26 +34,11 @@ class Panel:
         self.look: Look | None = None
         self.controls = Controls(decoder, trace, profile, self._changed)
         self._views, self._cancel = Views(decoder), Event()
-        self._looking: Latest[State] = Latest(self._look, self._failed)
-        self._jobs: Latest[Job] = Latest(self._work, self._refuse)
-        self._bar, self._job_bar = Bar(), Bar()
-        self._message, self._summary, self._error, self._played = w.HTML(), w.HTML(), w.HTML(), w.HTML()
-        self.plots = Plots()
+        self._looking: Latest[State] = Latest(self._look, lambda error: self.frame.fail(error))
+        self._jobs: Latest[Job] = Latest(self._work, lambda error: self.frame.refuse(error))
         views = [HITS, COSTS, LOAD, *([LIVE, MEASURED] if decoder is not None else [])]
-        self.view = w.ToggleButtons(options=views, value=HITS, style={"button_width": "auto"})
-        self.view.observe(lambda _: self._changed(), "value")
-        self.path = w.Text("plan.json", description="File", style={"description_width": "initial"}, layout=w.Layout(width="220px"))
-        self.buttons = {
-            name: w.Button(description=name, tooltip=tip, button_style=style, layout=w.Layout(width="auto"))
-            for name, tip, style in (
-                ("Apply", "capture this plan in the decoder, then time calls of the trace", "primary"),
-                ("Cancel", "stop what is under way; the decoder keeps what it had", "warning"),
-                ("Measure now", "measure the decoder's times on this device", ""),
-                ("Play", "decode the trace when its requests arrive, at the load set", ""),
-                ("Export", "write the plan to the file", ""),
-                ("Close", "close the panel and free what it holds", ""),
-            )
-        }
+        self.frame = Frame(self.controls.box, views, decoder is not None)
+        self.frame.view.observe(lambda _: self._changed(), "value")
         for name, do in (
             ("Apply", self.apply),
             ("Cancel", self.cancel),
@@ -65,21 +47,11 @@ class Panel:
             ("Export", self.export),
             ("Close", self.close),
         ):
-            self.buttons[name].on_click(self._guarded(do))
-        self.buttons["Cancel"].disabled = True
-        live = ["Apply", "Cancel", "Measure now", "Play"] if decoder is not None else []
-        row = w.HBox(
-            [*(self.buttons[name] for name in live), self.path, self.buttons["Export"], self.buttons["Close"]],
-            layout=w.Layout(flex_flow="row wrap", align_items="center", margin="6px 0"),
-        )
-        shown = w.HBox([self.view, self._bar.box], layout=w.Layout(flex_flow="row wrap", align_items="center"))
-        parts = [self.controls.box, row, self._job_bar.box, self._message, self._error, self._summary, shown]
-        self.root = w.VBox([*parts, self._played, self.plots], layout=w.Layout(width="100%"))
-        self.root.add_class("omnigraph-panel")
+            self.frame.on_click(name, do)
         self._changed()
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
-        return {"text/plain": "a closed panel"} if self.closed else self.root._repr_mimebundle_(**options)
+        return {"text/plain": "a closed panel"} if self.closed else self.frame.root._repr_mimebundle_(**options)
 
     @property
     def decoder(self) -> GraphedDecoder | None:
@@ -97,7 +69,7 @@ class Panel:
 
     def state(self) -> State:
         """What the fields say now."""
-        return self.controls.state(self.view.value)
+        return self.controls.state(self.frame.view.value)
 
     def set(self, **entries: Any) -> None:
         """Enter values into fields, as a user would: trace, chunk, context, ramp, load, batch, preset, graphs, mib, batches, sizes, ...
@@ -119,7 +91,7 @@ class Panel:
             TimeoutError: it takes longer than `timeout` seconds.
         """
         if not (self._jobs.idle(timeout) and self._looking.idle(timeout)) or self.look is None:
-            raise TimeoutError(f"the panel was still at work after {timeout} s, or could not draw: {self._error.value}")
+            raise TimeoutError(f"the panel was still at work after {timeout} s, or could not draw: {self.frame.error.value}")
         return self.look
 
     # What buttons do
@@ -142,7 +114,7 @@ class Panel:
                 raise ValueError("this plan has no bucket: there is nothing to capture")
             done = apply(decoder, look.plan, state.wish.padding, look.calls, self._progress)
             self.applied.append(done)
-            self.view.value = MEASURED
+            self.frame.view.value = MEASURED
             timed = f"{done.driven.calls} calls timed" if done.driven else done.problem
             return f"Applied: {str(done.report).splitlines()[0]}; {timed}.{self._failures(done)}"
 
@@ -179,8 +151,8 @@ class Panel:
             watched=self._heard,
         )
         self._views.player = player.start()
-        self.buttons["Play"].description = "Stop"
-        self.view.value = LIVE
+        self.frame.buttons["Play"].description = "Stop"
+        self.frame.view.value = LIVE
         return player
 
     def stop(self) -> None:
@@ -196,8 +168,8 @@ class Panel:
             raise ValueError("this plan has no bucket: there is nothing to write")
         made_for = look.state.profile.made_for if look.state.profile is not None else {}
         plan = replace(look.plan, made_for=dict(made_for))
-        written = plan.save(path or self.path.value).resolve()
-        self._say(f"Written: {written} ({len(plan)} buckets).")
+        written = plan.save(path or self.frame.path.value).resolve()
+        self.frame.say(f"Written: {written} ({len(plan)} buckets).")
 
     def close(self) -> None:
         """Stop all work, close all widgets, and let go of decoder, trace and profile. The decoder itself stays open."""
@@ -209,9 +181,7 @@ class Panel:
             self.player.stop()
         self._jobs.close(30)
         self._looking.close(30)
-        dispose(self.root)
-        for button in self.buttons.values():  # those that are not shown as well
-            dispose(button)
+        self.frame.close()
         self._views, self.look = Views(None), None
         self.controls.known.clear()
         self.controls.fields.clear()
@@ -221,55 +191,50 @@ class Panel:
     def _look(self, state: State, overtaken: Callable[[], bool]) -> None:
         try:
             with own_grad_mode():
-                look = self._views.look(state, overtaken, self._bar.show)
+                look = self._views.look(state, overtaken, self.frame.bar.show)
         finally:
-            self._bar.hide()
+            self.frame.bar.hide()
         if overtaken():
             return
         if state.wish.preset != "by hand":
             self.controls.show_plan(look.plan, state.wish.batch_sizes)
         self.look = look
-        self._summary.value = look.summary or "No times yet: <b>Measure now</b>, or choose a device profile."
-        self._played.value = self._views.live_table() if state.view == LIVE else ""
-        self._error.value = ""
+        played = live_table(self._views.player) if state.view == LIVE else ""
         if not look.figures:
             hint = "Play the trace to see its calls" if state.view == LIVE else "Apply a plan to see what it measures"
-            self._played.value = self._played.value or f"<i>{hint}.</i>"
-        self.plots.show(look.figures)
+            played = played or f"<i>{hint}.</i>"
+        self.frame.figures(look.summary or "No times yet: <b>Measure now</b>, or choose a device profile.", played, look.figures)
 
     def _work(self, job: Job, overtaken: Callable[[], bool]) -> None:
         try:
-            self._say(job())
+            self.frame.say(job())
         except Cancelled:
-            self._say("Cancelled: the decoder keeps what it had.")
+            self.frame.say("Cancelled: the decoder keeps what it had.")
         finally:
-            self._job_bar.hide()
-            for name, button in self.buttons.items():
-                button.disabled = name == "Cancel"
+            self.frame.busy(False)
             self._changed()
 
     def _begin(self, job: Job) -> None:
         self._cancel.clear()
-        self._say("")
-        for name, button in self.buttons.items():
-            button.disabled = name in ("Apply", "Measure now")
-        self._job_bar.show("starting", 0, 1)
+        self.frame.say("")
+        self.frame.busy(True)
+        self.frame.job_bar.show("starting", 0, 1)
         self._jobs.submit(job)
 
     def _progress(self, what: str, done: int, total: int) -> None:
         if self._cancel.is_set():
             raise Cancelled
-        self._job_bar.show(what, done, total)
+        self.frame.job_bar.show(what, done, total)
 
     def _heard(self, error: BaseException | None) -> None:
         """The player has news."""
         if self.closed:
             return
         if error is not None:
-            self._refuse(error)
+            self.frame.refuse(error)
         if self.player is not None and not self.player.playing:
-            self.buttons["Play"].description = "Play"
-        if self.view.value == LIVE:
+            self.frame.buttons["Play"].description = "Play"
+        if self.frame.view.value == LIVE:
             self._changed()
 
     def _play_or_stop(self) -> None:
@@ -288,26 +253,6 @@ class Panel:
     def _changed(self) -> None:
         if not self.closed:
             self._looking.submit(self.state())
-
-    def _failed(self, error: BaseException) -> None:
-        self._error.value = f'<div style="{BAD}"><b>{text_of(error)}</b></div>'
-
-    def _refuse(self, error: BaseException) -> None:
-        self._message.value = f'<div style="{BAD}"><b>{text_of(error)}</b></div>'
-
-    def _say(self, text: str) -> None:
-        self._message.value = f'<div style="line-height:1.3">{escape(text)}</div>' if text else ""
-
-    def _guarded(self, do: Callable[[], object]) -> Callable[[Any], None]:
-        """A button's callback: its errors are shown in the panel."""
-
-        def clicked(_: Any) -> None:
-            try:
-                do()
-            except Exception as error:
-                self._refuse(error)
-
-        return clicked
 
     @staticmethod
     def _failures(done: Applied) -> str:

@@ -59,6 +59,7 @@ class Plots(anywidget.AnyWidget):
     _esm = f"const module = {{ exports: {{}} }}, exports = module.exports;\n{get_plotlyjs()}\nconst Plotly = module.exports;\n{_RENDER}"
     _css = """
     .omnigraph-plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 8px; }
+    .omnigraph-panel td, .omnigraph-panel th { padding: 1px 10px; line-height: 1.4; }
     .omnigraph-plots > div { min-width: 0; border: 1px solid #ddd; border-radius: 4px; background: white; overflow: hidden; }
     """
     figures: Any = traitlets.List(traitlets.Unicode()).tag(sync=True)

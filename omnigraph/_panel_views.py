@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omnigraph import figures
 from omnigraph._debounce import Overtaken
-from omnigraph._html import table
 from omnigraph._live import allowed
-from omnigraph._needs import need
+from omnigraph._panel_drawn import live, measured, summary
 from omnigraph._panel_jobs import Applied, Player
 from omnigraph._panel_state import SEARCHED, State, calls_of, plan_of
 from omnigraph._prediction import Padding, Prediction, predictor
-from omnigraph._provenance import device_name
 from omnigraph._warmup import Progress
 from omnigraph.decoder import GraphedDecoder
 from omnigraph.planner import plan_buckets
@@ -134,10 +132,10 @@ class Views:
         elif state.view == LOAD:
             drawn = self._under_load(state, profile, plan, padding, overtaken, progress)
         elif state.view == LIVE:
-            drawn = self._live()
+            drawn = live(self.decoder, self.player)
         else:
-            drawn = self._measured(found, source)
-        return Look(state, calls, plan, found, _summary(found, plan, profile.at(list(calls), "eager")[1].sum(), len(calls)), drawn)
+            drawn = measured(self.applied, found, source)
+        return Look(state, calls, plan, found, summary(found, plan, profile.at(list(calls), "eager")[1].sum(), len(calls)), drawn)
 
     def source(self, profile: Profile) -> str:
         """Where a profile's times are from."""
@@ -145,21 +143,11 @@ class Views:
         about = ", ".join(p[name] for name in ("device", "date") if name in p) or "a device that is not named"
         return f"times {how} on {about} ({profile.made_for.get('model', 'a model')}, {profile.made_for.get('dtype', 'dtype unknown')})"
 
-    @property
-    def here(self) -> str:
-        """Where what this decoder does is measured."""
-        assert self.decoder is not None
-        first = next(self.decoder.module.parameters(), None)
-        dtype = "" if first is None else f", {str(first.dtype).removeprefix('torch.')}"
-        return (
-            f"measured here on {device_name(self.decoder.device)}{dtype}, backend {'cuda' if self.decoder.device.type == 'cuda' else 'cpu'}"
-        )
-
     def _without_times(self, state: State, calls: Calls) -> list[go.Figure]:
         if state.view == LIVE:
-            return self._live()
+            return live(self.decoder, self.player)
         if state.view == MEASURED:
-            return self._measured(None, "")
+            return measured(self.applied, None, "")
         return [figures.calls_histogram(calls, f"calls of {state.traffic}; no times yet")]
 
     def _under_load(
@@ -187,81 +175,3 @@ class Views:
         served = self.kept.get("served", (*key, traffic.load), lambda: simulate(traffic.trace.scale(traffic.load), profile, plan, **how))
         timeline = figures.call_timeline(served.to_frame("calls"), f"{source}; load {traffic.load:g}")
         return [figures.service_by_load(frame, source), timeline]
-
-    def _live(self) -> list[go.Figure]:
-        if self.decoder is None:
-            return []
-        drawn, player = [], self.player
-        if player is not None and player.rows:
-            source = f"{self.here}; {player.trace.name} at {player.speed:g} times its pace"
-            timeline = figures.call_timeline(player.to_frame(), source)
-            for since, graphs in player.captures[1:]:
-                timeline.add_vline(x=since, line={"dash": "dot", "color": "#555"}, annotation={"text": f"{graphs} graphs"})
-            drawn.append(timeline)
-            drawn.append(figures.hit_map(player.to_frame().assign(calls=1), source))
-        elif self.decoder.stats.calls:
-            drawn.append(figures.outcomes_by_frames(self.decoder.stats.to_frame(), f"{self.here}: all calls counted by the decoder"))
-        return drawn
-
-    def live_table(self) -> str:
-        """What the played calls met, plan by plan."""
-        if self.player is None or not self.player.rows:
-            return ""
-        rows = [
-            [
-                f"{r['graphs']} graphs, since {r['since']:.1f} s",
-                r["calls"],
-                f"{r['hit_rate']:.1%}",
-                r["p50_ms"],
-                r["p95_ms"],
-                r["padded_frames"],
-            ]
-            for r in self.player.by_plan().to_dict("records")
-        ]
-        heads = ["captured", "calls", "served by replays", "p50 ms", "p95 ms", "frames of padding"]
-        return table(f"{'Playing' if self.player.playing else 'Played'} {self.player.trace.name}", heads, rows)
-
-    def _measured(self, found: Prediction | None, source: str) -> list[go.Figure]:
-        timed = [applied for applied in self.applied if applied.driven is not None][-2:]
-        drawn = []
-        if timed:
-            now = timed[-1].driven
-            assert now is not None
-            here = f"measured here on {now.device}, backend {now.backend}, {now.dtype}; {now.calls} calls"
-            both = found.against(now.to_frame()) if found is not None else None
-            if both is not None and len(both):
-                drawn.append(figures.predicted_against_measured(both, f"{source}; {here}"))
-            ways = {"before": timed[0].driven} if len(timed) > 1 else {}
-            ways |= {"this plan": now}
-            times = [("eager", ms, row.calls / len(row.eager_ms)) for row in now.rows for ms in row.eager_ms]
-            times += [(way, ms, 1.0) for way, driven in ways.items() if driven for row in driven.rows for ms in row.decode_ms]
-            frame = need("pandas").DataFrame(times, columns=["way", "ms", "calls"])
-            drawn.append(figures.latency_distribution(frame, f"{here}{'; before: the plan applied before' if len(ways) > 1 else ''}"))
-            drawn.append(figures.latency_by_shape(now.to_frame(), here))
-        if self.applied and self.applied[-1].report.captured:
-            last = self.applied[-1].report
-            drawn.append(figures.memory_by_bucket(last.to_frame(), f"measured here, backend {last.backend}"))
-        return drawn
-
-
-def _summary(found: Prediction, plan: BucketPlan | None, outside: int, shapes: int) -> str:
-    """The plan in numbers."""
-    s = found.summary
-    numbers = {
-        "graphs": f"{s['graphs']:.0f}",
-        "calls served by replays": f"{100 * s['hit_rate']:.1f}%",
-        "ms a call": f"{s['ms']:.3g} (eager {s['eager_ms']:.3g})",
-        "times as fast": f"{s['eager_ms'] / s['ms']:.2f}",
-        "padding": f"{100 * s['padded_share']:.1f}% of frames",
-        "pool": f"{s['pool_bytes'] / 2**20:,.0f} MiB",
-        "warm-up": f"{s['warmup_seconds']:.1f} s",
-        "calls": f"{s['calls']:,.0f}",
-    }
-    notes = [] if plan else ["No bucket: all calls go eager."]
-    if outside:
-        notes.append(f"{outside} of {shapes} shapes called lie outside what was measured: their times are extrapolated.")
-    spans = "".join(
-        f'<div style="padding:2px 16px 2px 0"><span style="color:#666">{n}</span><br><b>{v}</b></div>' for n, v in numbers.items()
-    )
-    told = "".join(f"<div>{note}</div>" for note in notes)
-    return f'{told}<div style="display:flex;flex-wrap:wrap;line-height:1.35">{spans}</div>'

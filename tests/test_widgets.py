@@ -152,9 +152,9 @@ def test_too_many_buckets_are_told_in_the_panel(opened: Any) -> None:
     panel = opened(trace=TRACE, profile=made_up())
     panel.set(preset="by hand", batches=[*map(str, range(1, 31))], sizes=[*map(str, range(1, 31))])
     assert panel._looking.idle(LONG)
-    assert "900 buckets; the panel takes 512" in panel._error.value
-    panel.buttons["Export"].click()  # what is shown is not what was entered
-    assert "could not be predicted" in panel._message.value
+    assert "900 buckets; the panel takes 512" in panel.frame.error.value
+    panel.frame.buttons["Export"].click()  # what is shown is not what was entered
+    assert "could not be predicted" in panel.frame.message.value
 
 
 def test_an_uploaded_trace_is_taken_and_a_bad_one_refused(opened: Any) -> None:
@@ -181,12 +181,12 @@ def test_an_uploaded_trace_is_taken_and_a_bad_one_refused(opened: Any) -> None:
 def test_every_view_is_drawn_without_a_decoder(opened: Any) -> None:
     panel = opened(trace=TRACE, profile=made_up())
     found = {}
-    for view in panel.view.options:
-        panel.view.value = view
+    for view in panel.frame.view.options:
+        panel.frame.view.value = view
         found[view] = titles(panel)
     assert [*found] == [HITS, COSTS, LOAD]
     assert [len(drawn) for drawn in found.values()] == [3, 2, 2]
-    assert len(panel.plots.figures) == 2
+    assert len(panel.frame.plots.figures) == 2
     with pytest.raises(ValueError, match="there is no decoder"):
         panel.apply()
 
@@ -199,10 +199,10 @@ def test_without_anything_it_shows_what_ships(opened: Any) -> None:
 def test_what_is_shown_is_new_and_never_changed(opened: Any) -> None:
     panel = opened(trace=TRACE, profile=made_up())
     panel.settled(LONG)
-    before, copy = panel.plots.figures, [*panel.plots.figures]
+    before, copy = panel.frame.plots.figures, [*panel.frame.plots.figures]
     panel.set(chunk="30")
     panel.settled(LONG)
-    assert before == copy != panel.plots.figures
+    assert before == copy != panel.frame.plots.figures
 
 
 def test_batches_come_from_a_simulation(opened: Any) -> None:
@@ -225,7 +225,7 @@ def test_of_a_dragged_slider_the_last_value_wins(opened: Any) -> None:
     panel.set(preset="best for so many graphs")
     panel.settled(LONG)
     drawn: list[Any] = []
-    panel.plots.observe(drawn.append, "figures")
+    panel.frame.plots.observe(drawn.append, "figures")
     slider = panel.controls.fields["graphs"].control
     for value in [*range(50, 0, -1), 7]:
         slider.value = value
@@ -263,16 +263,16 @@ def test_a_change_of_buckets_is_drawn_within_100_ms_for_600_000_calls() -> None:
 def test_measure_apply_compare(opened: Any, decoder: og.GraphedDecoder) -> None:
     panel = opened(decoder, TRACE)
     look = panel.settled(LONG)
-    assert look.prediction is None and "Measure now" in panel._summary.value
+    assert look.prediction is None and "Measure now" in panel.frame.summary.value
     assert titles(panel) == ["Calls by length"]
     panel.measure()
-    assert panel.settled(LONG).prediction is not None, panel._message.value
-    assert "Measured" in panel._message.value
+    assert panel.settled(LONG).prediction is not None, panel.frame.message.value
+    assert "Measured" in panel.frame.message.value
     plan = BucketPlan.grid([1], [10, 25, 50])
     panel.apply(plan)
     assert panel.settled(LONG).plan == plan
     assert set(decoder.captured) == set(plan.buckets)
-    assert panel.view.value == MEASURED and titles(panel)[0].startswith("Predicted and measured")
+    assert panel.frame.view.value == MEASURED and titles(panel)[0].startswith("Predicted and measured")
     assert right(decoder)
 
 
@@ -300,14 +300,14 @@ def test_a_cancelled_apply_leaves_the_decoder_as_it_was_and_usable(opened: Any) 
         panel.set(padding="exact")
         panel.apply(BucketPlan.grid([1], [25, 30, 33]))
         assert held.reached.wait(LONG)
-        assert panel.buttons["Apply"].disabled and not panel.buttons["Cancel"].disabled
-        assert "1x33" in panel._job_bar.text.value and panel._job_bar.box.layout.display == "flex"
+        assert panel.frame.buttons["Apply"].disabled and not panel.frame.buttons["Cancel"].disabled
+        assert "1x33" in panel.frame.job_bar.text.value and panel.frame.job_bar.box.layout.display == "flex"
         panel.cancel()
         held.go_on.set()
         panel.settled(LONG)
-        assert "Cancelled" in panel._message.value
-        assert panel.buttons["Cancel"].disabled and not panel.buttons["Apply"].disabled
-        assert panel._job_bar.box.layout.display == "none"
+        assert "Cancelled" in panel.frame.message.value
+        assert panel.frame.buttons["Cancel"].disabled and not panel.frame.buttons["Apply"].disabled
+        assert panel.frame.job_bar.box.layout.display == "none"
         assert [str(bucket) for bucket in decoder.captured] == ["1x50", "1x25"]
         assert decoder.plan == BucketPlan.grid([1], [25, 50]) and decoder.padding == "auto"
         assert right(decoder) and decoder.stats.hit_rate > 0
@@ -315,6 +315,19 @@ def test_a_cancelled_apply_leaves_the_decoder_as_it_was_and_usable(opened: Any) 
         panel.settled(LONG)
         assert {str(bucket) for bucket in decoder.captured} == {"1x25", "1x30", "1x33"}
         assert decoder.padding == "exact" and right(decoder)
+        panel.close()
+
+
+def test_cancelled_measuring_changes_nothing(opened: Any) -> None:
+    with og.GraphedDecoder(og.models.tiny(), BucketPlan.grid([1], [25])) as decoder:
+        held = Held(decoder, 50)
+        panel = opened(decoder, TRACE)
+        panel.measure()
+        assert held.reached.wait(LONG)
+        panel.frame.buttons["Cancel"].click()
+        held.go_on.set()
+        assert panel.settled(LONG).prediction is None
+        assert "Cancelled" in panel.frame.message.value
         panel.close()
 
 
@@ -330,7 +343,7 @@ def test_a_failed_apply_is_told_and_leaves_the_decoder_right(
     panel.set(padding="exact")
     panel.apply(BucketPlan.grid([1], [30]))
     panel.settled(LONG)
-    assert "RuntimeError: no &lt;room&gt; left" in panel._message.value
+    assert "RuntimeError: no &lt;room&gt; left" in panel.frame.message.value
     assert decoder.padding == "auto" and [str(b) for b in decoder.captured] == ["1x50", "1x25"]
     assert right(decoder)
 
@@ -341,7 +354,7 @@ def test_a_bucket_that_cannot_be_captured_is_told(opened: Any) -> None:
         panel = opened(decoder, TRACE, made_up())
         panel.apply(BucketPlan.grid([1], [25, 33]))
         panel.settled(LONG)
-        assert "1 of 2 buckets captured" in panel._message.value and "33 is too many" in panel._message.value
+        assert "1 of 2 buckets captured" in panel.frame.message.value and "33 is too many" in panel.frame.message.value
         panel.close()
 
 
@@ -351,22 +364,22 @@ def test_an_empty_plan_is_not_applied(opened: Any, decoder: og.GraphedDecoder) -
     assert "No bucket" in panel.settled(LONG).summary
     panel.apply()
     panel.settled(LONG)
-    assert "nothing to capture" in panel._message.value
+    assert "nothing to capture" in panel.frame.message.value
     assert len(decoder.captured) == 2
 
 
 def test_export_writes_what_is_shown_and_says_for_which_device(opened: Any, tmp_path: Path) -> None:
     panel = opened(trace=TRACE, profile=made_up())
     panel.set(preset="best for so many graphs", graphs=2)
-    panel.path.value = str(tmp_path / "plan.json")
-    panel.buttons["Export"].click()
+    panel.frame.path.value = str(tmp_path / "plan.json")
+    panel.frame.buttons["Export"].click()
     loaded = BucketPlan.load(tmp_path / "plan.json")
     assert loaded.buckets == panel.look.plan.buckets and loaded.made_for["device"] == "a device"
-    assert str(tmp_path) in panel._message.value
+    assert str(tmp_path) in panel.frame.message.value
     (tmp_path / "file").write_text("")
-    panel.path.value = str(tmp_path / "file" / "plan.json")
-    panel.buttons["Export"].click()
-    assert "Error" in panel._message.value
+    panel.frame.path.value = str(tmp_path / "file" / "plan.json")
+    panel.frame.buttons["Export"].click()
+    assert "Error" in panel.frame.message.value
 
 
 def test_a_played_trace_meets_the_plan_of_the_moment(opened: Any, decoder: og.GraphedDecoder) -> None:
@@ -382,11 +395,11 @@ def test_a_played_trace_meets_the_plan_of_the_moment(opened: Any, decoder: og.Gr
     while player.playing and len(player.rows) < seen + 20 and time.monotonic() < deadline:
         time.sleep(0.01)
     panel.stop()
-    assert not player.playing and panel.buttons["Play"].description == "Play"
+    assert not player.playing and panel.frame.buttons["Play"].description == "Play"
     found = player.by_plan()
     assert found["graphs"].tolist() == [1, 4] and found["hit_rate"].iloc[1] > found["hit_rate"].iloc[0]
-    panel.view.value = LIVE
-    assert titles(panel)[0] == "Calls over time" and "4 graphs" in panel._played.value
+    panel.frame.view.value = LIVE
+    assert titles(panel)[0] == "Calls over time" and "4 graphs" in panel.frame.played.value
     assert right(decoder)
 
 
@@ -415,7 +428,7 @@ def test_callbacks_are_right_on_any_thread_and_in_any_grad_mode(opened: Any, dec
         try:
             with mode():
                 panel.controls.fields["preset"].control.value = "powers of two"
-                panel.buttons["Apply"].click()
+                panel.frame.buttons["Apply"].click()
                 panel.settled(LONG)
         except BaseException as error:
             errors.append(error)
@@ -423,7 +436,7 @@ def test_callbacks_are_right_on_any_thread_and_in_any_grad_mode(opened: Any, dec
     thread = threading.Thread(target=user)
     thread.start()
     thread.join(LONG)
-    assert errors == [] and "Applied" in panel._message.value
+    assert errors == [] and "Applied" in panel.frame.message.value
     assert len(decoder.captured) == 7 and right(decoder)
     assert not any(graph.outputs.is_inference() for graph in decoder._live.graphs.values())
 
@@ -437,7 +450,7 @@ def test_closing_frees_everything_but_the_decoder_itself(decoder: og.GraphedDeco
     panel = og.explore(decoder, trace, profile)
     panel.play(speed=1000)
     panel.apply(BucketPlan.grid([1], [30]))
-    held = [ref(thing) for thing in (panel, panel.controls, panel.plots, panel._views, trace, profile)]
+    held = [ref(thing) for thing in (panel, panel.controls, panel.frame.plots, panel._views, trace, profile)]
     panel.close()
     panel.close()  # again is fine
     assert dict(_instances) == before
