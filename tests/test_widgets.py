@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import omnigraph as og
-from omnigraph import widgets
+from omnigraph import _owner, widgets
 from omnigraph._points import Point
 from omnigraph.profile import Profile
 from omnigraph.shapes import BucketPlan, Shape
@@ -274,6 +274,20 @@ def test_measure_apply_compare(opened: Any, decoder: og.GraphedDecoder) -> None:
     assert set(decoder.captured) == set(plan.buckets)
     assert panel.frame.view.value == MEASURED and titles(panel)[0].startswith("Predicted and measured")
     assert right(decoder)
+
+
+def test_compiled_shapes_are_captured_too(opened: Any, decoder: og.GraphedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_owner, "compile_module", lambda module: torch.compile(module, dynamic=False, backend="eager"))
+    panel = opened(decoder, TRACE, made_up(compiled=True))
+    panel.set(preset="by hand", sizes=["25", "50"], compiled=["1x50"])
+    assert panel.settled(LONG).plan == BucketPlan.grid([1], [25], compiled=[(1, 50)])
+    panel.apply()
+    panel.settled(LONG)
+    assert sorted(map(str, decoder.captured)) == ["1x25", "1x50 compiled"], panel.frame.message.value
+    assert panel.applied[-1].driven is not None and right(decoder)
+    panel.apply(BucketPlan.grid([1], [25], compiled=[(1, 50)]))
+    assert panel.settled(LONG).plan == BucketPlan.grid([1], [25], compiled=[(1, 50)])
+    assert "kept" in panel.frame.message.value
 
 
 class Held:

@@ -1,4 +1,4 @@
-"""JupyterLab on loopback and a headless chromium in front of it: what browser tests of notebooks are made of."""
+"""JupyterLab or Voila on loopback and a headless chromium in front of it: what browser tests of notebooks are made of."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from playwright.sync_api import ConsoleMessage, Page, Route, sync_playwright
 
@@ -31,6 +34,7 @@ SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},
 }
 NOTEBOOK = "window.jupyterapp.shell.currentWidget"
+KERNEL = f"{NOTEBOOK}.sessionContext.session.kernel"
 CODE = f"{NOTEBOOK}.content.widgets.filter(c => c.model.type === 'code' && c.model.sharedModel.getSource().trim())"
 ERRORS = f"{CODE}.flatMap(c => c.model.outputs.toJSON().filter(o => o.output_type === 'error'))"
 
@@ -52,10 +56,24 @@ def lab(folder: Path, scratch: Path) -> Iterator[str]:
         file = scratch / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(content))
+    port, token = free_port(), secrets.token_hex(16)
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.root_dir={folder}"]
+    command += ["--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
+    command += [f"--IdentityProvider.token={token}", "--LabApp.expose_app_in_browser=True"]
+    with serving(command, f"http://127.0.0.1:{port}/api?token={token}", scratch):
+        yield f"http://127.0.0.1:{port}/lab/tree/{{}}?reset&token={token}"
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    token = secrets.token_hex(16)
+        port: int = free.getsockname()[1]
+    return port
+
+
+@contextmanager
+def serving(command: list[str], address: str, scratch: Path) -> Iterator[None]:
+    """Run a server, in a process group of its own, that answers at `address`; what it keeps in a home goes to `scratch`."""
     places = {
         "JUPYTERLAB_SETTINGS_DIR": "settings",
         "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
@@ -65,33 +83,34 @@ def lab(folder: Path, scratch: Path) -> Iterator[str]:
     }
     environment = {**os.environ, **{name: str(scratch / place) for name, place in places.items()}}
     environment.pop("PLOTLY_RENDERER", None)  # a reader has none
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.root_dir={folder}"]
-    command += ["--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
-    command += [f"--IdentityProvider.token={token}", "--LabApp.expose_app_in_browser=True"]
-    log = scratch / "lab.log"
+    log = scratch / "server.log"
     with log.open("w") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        server = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     try:
-        _wait_for(f"http://127.0.0.1:{port}/api?token={token}", server, log)
-        yield f"http://127.0.0.1:{port}/lab/tree/{{}}?reset&token={token}"
+        _wait_for(address, server, log)
+        yield
     finally:
-        server.terminate()
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait(30)
 
 
 def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 60) -> None:
     last = time.monotonic() + seconds
     while time.monotonic() < last and server.poll() is None:
-        with suppress(OSError):
+        try:
             urllib.request.urlopen(address, timeout=5).close()
             return
-        time.sleep(0.2)
-    raise RuntimeError(f"JupyterLab did not answer within {seconds:.0f} s:\n{log.read_text()}")
+        except urllib.error.HTTPError:  # an answer
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise RuntimeError(f"nothing answered within {seconds:.0f} s:\n{log.read_text()}")
 
 
 @dataclass
 class Tab:
-    """A browser tab on a JupyterLab, and what it noted: requests that would have left the machine, errors on the console."""
+    """A browser tab on a server, and what it noted: requests that would have left the machine, errors on the console."""
 
     page: Page
     address: str
@@ -103,8 +122,12 @@ class Tab:
         self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.console.append(f"uncaught: {error}"))
 
+    @property
+    def origin(self) -> str:
+        return "{0.scheme}://{0.netloc}".format(urlsplit(self.address))
+
     def _guard(self, route: Route) -> None:
-        if route.request.url.startswith((self.address.partition("/lab/")[0] + "/", "data:", "blob:")):
+        if route.request.url.startswith((self.origin + "/", "data:", "blob:")):
             route.continue_()
         else:
             self.outside.append(route.request.url)
@@ -123,10 +146,14 @@ class Tab:
             " && c.session?.kernel?.connectionStatus === 'connected' }"
         )
 
-    def run_all(self, seconds: float = 300) -> None:
-        """Run all cells, from no stored output; returns when the last has run or one has raised."""
+    def clear(self) -> None:
+        """Drop what cells have stored."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
         self.page.wait_for_function(f"() => {CODE}.every(c => c.model.executionCount === null)")
+
+    def run_all(self, seconds: float = 300) -> None:
+        """Run all cells, from no stored output; returns when the last has run or one has raised."""
+        self.clear()
         # Not awaited: the promise of run-all-cells may stay open.
         self.page.evaluate("() => { void window.jupyterapp.commands.execute('notebook:run-all-cells') }")
         self.page.wait_for_function(
@@ -134,6 +161,43 @@ class Tab:
             f" && ({CODE}.every(c => c.model.executionCount) || {ERRORS}.length)",
             timeout=seconds * 1000,
         )
+
+    def run_cell(self, index: int) -> None:
+        """Run the code cell of this index among code cells, again if need be; returns when it has run."""
+        cell = f"{CODE}[{index}]"
+        before = self.page.evaluate(f"() => {cell}.model.executionCount ?? 0")
+        self.page.evaluate(f"() => {{ {NOTEBOOK}.content.activeCellIndex = {NOTEBOOK}.content.widgets.indexOf({cell}) }}")
+        self.page.evaluate("() => { void window.jupyterapp.commands.execute('notebook:run-cell') }")
+        self.page.wait_for_function(f"() => {cell}.model.executionCount > {before}")
+
+    def start(self, code: str) -> None:
+        """Have the kernel run code, as a cell would; returns at once."""
+        self.page.evaluate(f"code => {{ void {KERNEL}.requestExecute({{ code, silent: false, store_history: false }}) }}", code)
+
+    def value(self, expression: str) -> str:
+        """What a Python expression gives in the kernel, as its repr."""
+        found: str = self.page.evaluate(
+            f"""async expression => {{
+                const asked = {{ code: '', silent: true, user_expressions: {{ it: expression }} }};
+                const it = (await {KERNEL}.requestExecute(asked).done).content.user_expressions.it;
+                return it.data ? it.data['text/plain'] : it.ename + ': ' + it.evalue;
+            }}""",
+            expression,
+        )
+        return found
+
+    def in_subshell(self, expression: str) -> str:
+        """As `value`, in a subshell of the kernel: on another thread, also while a cell runs."""
+        self.page.evaluate(
+            f"""async () => {{
+                window.subshell ??= (await {KERNEL}.requestCreateSubshell({{}}).done).content.subshell_id;
+                {KERNEL}.subshellId = window.subshell;
+            }}"""
+        )
+        try:
+            return self.value(expression)
+        finally:
+            self.page.evaluate(f"() => {{ {KERNEL}.subshellId = null }}")
 
     def raised(self) -> list[str]:
         """The errors that cells show, as `name: text`."""
@@ -149,7 +213,7 @@ class Tab:
 
 @contextmanager
 def tab(address: str, program: str) -> Iterator[Tab]:
-    """Start a headless chromium, `program`, with one tab for the JupyterLab at `address`."""
+    """Start a headless chromium, `program`, with one tab for the server at `address`."""
     with sync_playwright() as playwright:
         # A container's root has no sandbox for it; the pages shown are our own.
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])

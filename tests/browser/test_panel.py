@@ -113,3 +113,35 @@ def test_a_panel_from_first_drag_to_reload(notebook: Tab, panels: tuple[OnPage, 
     expect(h200.root.get_by_text("calls of mine").first).to_be_visible()
     assert (live.figures(), h200.figures()) == before
     shoot(notebook, h200, "reloaded")
+
+
+def test_a_panel_lives_while_a_cell_runs_and_no_longer_than_its_cell(notebook: Tab) -> None:
+    notebook.open("notebooks/06_hit_rates_and_latency.ipynb")
+    notebook.clear()
+    for cell in range(3):
+        notebook.run_cell(cell)
+    live = OnPage(notebook.page.locator(".omnigraph-panel"))
+    live.shows("Calls by length")
+
+    # What a user enters is handled where the field was last sent from: the main thread, or a subshell, which answers while a cell runs.
+    threads = "[panel.controls.fields['chunk'].control.observe(lambda _: threads.append(threading.current_thread().name), 'value')]"
+    notebook.value("globals().update(threads=[], threading=__import__('threading'))")
+    notebook.value(threads)
+    live.enter("Chunk", "40")
+    expect(live.root.get_by_text("chunks of 40 with 25").first).to_be_visible()
+    notebook.in_subshell("[field.control.send_state() for field in panel.controls.fields.values()]")
+    notebook.start("busy = True; time.sleep(20); busy = False")
+    live.enter("Chunk", "30")
+    expect(live.root.get_by_text("chunks of 30 with 25").first).to_be_visible(timeout=15_000)
+    assert notebook.in_subshell("busy") == "True"
+    main, subshell = notebook.value("threads").strip("[]").split(", ")
+    assert "MainThread" in main
+    assert "subshell" in subshell
+
+    notebook.value("globals().update(before=panel)")
+    notebook.run_cell(2)
+    live.shows("Calls by length")
+    assert notebook.value("before.closed, panel.closed") == "(True, False)"
+    assert notebook.value("(before.decoder, before.frame.root.comm, *map(str, decoder.captured))") == "(None, None, '1x25')"
+    assert notebook.outside == []
+    assert notebook.console == []
