@@ -24,3 +24,8 @@ def test_links_lead_somewhere() -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
     assert len(links) >= 5
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_notebook_is_listed_in_order() -> None:
+    notebooks = sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert re.findall(r"\]\((notebooks/[^)]+)\)", README) == notebooks
