@@ -4,6 +4,7 @@
 #   make voila       the dashboard of notebook 6 as an application, on http://localhost:8866; more flags for it: VOILA_ARGS
 #   make notebooks   run every notebook without a browser; the report is build/report/index.html
 #   make test        what CI runs: unit tests, notebooks (nbval), browser, ruff, mypy
+#   make bench       the project's table of speed, on what device there is, into data/bench/; elsewhere: make bench BENCH_OUT=build/bench
 #   make refresh     run the notebooks again and store their outputs; one only: make refresh NOTEBOOKS=notebooks/00_quickstart.ipynb
 #   make clean       remove .venv and build
 #
@@ -16,6 +17,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 LAB_ARGS ?=
 VOILA_ARGS ?=
+BENCH_OUT ?= data/bench
+BENCH_ARGS ?=
 NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 PY := .venv/bin/python
 QUIET := NO_COLOR=1 PY_COLORS=0
@@ -27,7 +30,7 @@ NBCONVERT := $(QUIET) $(PY) -m nbconvert --log-level=WARN --execute --ExecutePre
     --ExecutePreprocessor.extra_arguments=--log-level=40 --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help
-.PHONY: help lab voila notebooks test style types unit nbval browser refresh clean
+.PHONY: help lab voila notebooks test style types unit nbval browser bench refresh clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -90,6 +93,11 @@ nbval: .venv/.test
 
 browser: .venv/.test
 	$(PYTEST) -m browser tests/browser
+
+# No tests, and not part of them: a measurement takes a machine for itself. On a GPU a missed bar is a failure, a warning is none.
+bench: .venv/.test
+	$(PYTEST) -W default -p pytest_benchmark.plugin --benchmark-storage=file://build/benchmarks --benchmark-columns=median,iqr,rounds \
+	    --benchmark-sort=name --bench-out=$(BENCH_OUT) $(BENCH_ARGS) tests/bench/bench_host.py tests/bench/bench_device.py
 
 # Figures are stored as plotly's JSON and as PNG (kaleido draws it with chromium), widgets as nothing: their state would be megabytes.
 refresh: .venv/.test

@@ -15,7 +15,7 @@ from omnigraph._points import Point
 from omnigraph._pool import Pool
 from omnigraph._warmup import RECOMPILE_LIMIT, Progress, compile_module
 from omnigraph.facts import code_space
-from omnigraph.graph import CapturedGraph, capture
+from omnigraph.graph import CapturedGraph, capture, flush, settle
 from omnigraph.shapes import Bucket, How, Shape
 
 LEAST = 5  # runs of each, however long they take
@@ -31,7 +31,7 @@ def time_once(call: Callable[[torch.Tensor], Any], codes: torch.Tensor) -> float
         return (time.perf_counter() - began) * 1e3
     event: Any = torch.cuda.Event
     start, end, stream = event(enable_timing=True), event(enable_timing=True), torch.cuda.current_stream(codes.device)
-    torch.cuda.synchronize(codes.device)
+    stream.synchronize()
     start.record(stream)
     call(codes)
     end.record(stream)
@@ -101,8 +101,7 @@ def measure_points(
                 into.warm(call, codes(shape), times=3)
         else:
             into.warm(call, codes(shape))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        settle(device)
         return capture(call, codes(shape), pool=into, warmup=0, compiled=how == "compiled"), time.perf_counter() - began
 
     def graph_point(shape: Shape, how: How) -> Point:
@@ -111,8 +110,7 @@ def measure_points(
         alone = make(shape, how, Pool(device, backend))[0]
         nbytes = alone.nbytes
         alone.close()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        flush(device)
         timed = time_calls(lambda c: graph.replay(c).clone(), [codes(shape) for _ in range(4)], repeats, seconds_each)
         return Point(shape, how, *timed, bytes_alone=nbytes, bytes_marginal=graph.nbytes, seconds=took)
 

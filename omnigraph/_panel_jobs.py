@@ -179,7 +179,7 @@ class Player:
             self.captures.append((start - began, len(graphs)))
         self.decoder.decode(codes)
         if codes.device.type == "cuda":
-            torch.cuda.synchronize(codes.device)
+            torch.cuda.current_stream(codes.device).synchronize()
         ms, buckets = (time.perf_counter() - start) * 1e3, " + ".join(map(str, served.buckets))
         row = (start - began, ms, 1, frames, served.kind, served.compiled, buckets, str(served.reason or ""))
         self.rows.append((*row, served.padding, len(self.captures) - 1))

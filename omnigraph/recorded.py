@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from omnigraph import _bars
 from omnigraph._files import FileError, read_json
 from omnigraph._needs import need
+from omnigraph._speed import Recording, SpeedBench, bars, compile_study, kernels, source_of, speed_bench, work
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,11 +17,21 @@ if TYPE_CHECKING:
 CAPTURE = "omnigraph.bench.capture/1"
 CHUNKS = "omnigraph.bench.chunks/1"
 
-
-def source_of(provenance: dict[str, str]) -> str:
-    """Where recorded numbers are from, in a line for a figure."""
-    p = provenance
-    return f"recorded on {p['device']}, {p['date'][:10]}, torch {p['torch']}, {p['model']} in {p['dtype']}, commit {p['commit']}"
+__all__ = [
+    "CaptureBench",
+    "ChunksBench",
+    "Recording",
+    "SpeedBench",
+    "bars",
+    "capture_bench",
+    "chunks_bench",
+    "compile_study",
+    "kernels",
+    "rows_of",
+    "source_of",
+    "speed_bench",
+    "work",
+]
 
 
 @dataclass(frozen=True)
@@ -147,3 +159,17 @@ def chunks_bench(path: str | os.PathLike[str]) -> ChunksBench:
         FileError: another schema.
     """
     return ChunksBench(read_json(path, CHUNKS)["results"][0])
+
+
+def rows_of(capture: CaptureBench, chunks: ChunksBench) -> list[dict[str, Any]]:
+    """The rows of the project's table (`_bars.BARS`) that these two recordings hold."""
+    latency, [_, compiled] = capture.content["latency"], capture.content["compiled"]
+    [eager] = [row["eager_ms"] for row in latency if tuple(row["shape"]) == (1, 50)]
+    return [
+        _bars.compared("compiled", ("eager", "decode"), eager, compiled["decode_ms"]),
+        _bars.latency_row("plain", latency, (1, 4)),
+        *_bars.host_rows(capture.content["host"]),
+        *_bars.capture_rows(capture.content["startup"]),
+        _bars.ragged_row(chunks.content["ragged"]),
+        _bars.first_audio_row(chunks.content["first_audio"]),
+    ]

@@ -136,6 +136,46 @@ def budgets() -> Any:
     return pd.DataFrame(rows | {"graphs": [33, 33, 20], "hit_rate": [0.99, 1.0, 0.8]})
 
 
+def calls_of_work() -> Any:
+    """Two shapes' counted work with their times; one was not compiled."""
+    rows = {"shape": ["1x4", "8x50"], "flops": [2e10, 2e12], "bytes": [7e8, 4e10], "bytes_fused": [4e8, 5e9], "bytes_least": [3.6e8, 3.8e8]}
+    kinds = {
+        f"{kind}_{what}": [n, 2 * n]
+        for n, kind in enumerate(("convolution", "product", "attention", "other"), 1)
+        for what in ("ops", "bytes")
+    }
+    return pd.DataFrame(rows | kinds | {"eager_ms": [12.0, 37.0], "decode_ms": [3.0, 31.0], "compiled_ms": [2.0, math.nan]})
+
+
+def roofline(frame: Any, source: str) -> Any:
+    return figures.roofline(frame, figures.H200_BF16, source)
+
+
+def time_bounds(frame: Any, source: str) -> Any:
+    return figures.time_bounds(frame, figures.H200_BF16, source)
+
+
+def host() -> Any:
+    rows = {"group": ["push", "push", "planning"], "name": ["bare", "push", "route"], "us": [50.0, 80.0, 20.0]}
+    return pd.DataFrame(rows | {"q1": [49.0, 79.0, 19.0], "q3": [52.0, 85.0, 25.0], "beyond": [0.0, 30.0, math.nan]})
+
+
+def kernels() -> Any:
+    rows = {"bucket": ["1x50", "1x50", "1x50", "1x4"], "kernel": ["gemm_a", "gemm_b", "sin", "sin"]}
+    rows |= {"kind": ["product", "product", "elementwise", "elementwise"], "count": [3.0, 1.0, 9.0, 9.0]}
+    return pd.DataFrame(rows | {"us": [40.0, 10.0, 30.0, 20.0], "replay_us": [100.0, 100.0, 100.0, 19.0]})
+
+
+def compilers() -> Any:
+    rows = {"variant": ["static", "static", "dynamic"], "shape": ["1x25", "1x50", None], "seconds": [17.0, 16.0, math.nan]}
+    return pd.DataFrame(rows | {"graphs": [1, 1, math.nan], "stopped_after_s": [math.nan, math.nan, 240.0]})
+
+
+def ways() -> Any:
+    rows = {"shape": ["1x4", "1x4"], "way": ["eager", "omnigraph"], "ms": [12.0, 3.0], "q1": [11.0, 2.9], "q3": [13.0, 3.1]}
+    return pd.DataFrame(rows | {"start_s": [0.0, 0.4]})
+
+
 DRAWN: dict[Callable[..., Any], tuple[Any, str, str]] = {  # with what; words on the x axis and the y axis
     figures.latency_by_shape: (latency(), "batch x frames", "ms a call"),
     figures.outcomes_by_frames: (outcomes(), "frames", "calls"),
@@ -159,6 +199,14 @@ DRAWN: dict[Callable[..., Any], tuple[Any, str, str]] = {  # with what; words on
     figures.budget_curve: (budgets(), "MiB", "ms a call"),
     figures.service_by_load: (loads(), "load", "seconds"),
     figures.predicted_against_measured: (predicted(), "predicted", "measured"),
+    roofline: (calls_of_work(), "operations", "TFLOP/s"),
+    time_bounds: (calls_of_work(), "batch x frames", "ms"),
+    figures.bytes_by_kind: (calls_of_work(), "batch x frames", "%"),
+    figures.cost_per_frame: (profile(), "frames", "µs"),
+    figures.host_costs: (host(), "µs", ""),
+    figures.kernels_by_time: (kernels(), "µs", ""),
+    figures.compile_seconds: (compilers(), "s until", ""),
+    figures.beside: (ways(), "batch x frames", "ms"),
 }
 
 
@@ -385,3 +433,32 @@ def test_plans_for_a_budget_are_in_order_of_memory_and_the_baseline_stands_apart
     plans, heuristic = figures.budget_curve(budgets(), SOURCE).data
     assert (list(plans.x), list(plans.y)) == ([1024, 2048], [17, 15])
     assert (list(heuristic.x), list(heuristic.y), heuristic.marker.symbol) == ([8192], [16], "star")
+
+
+def test_what_is_reached_lies_under_the_roof() -> None:
+    roof, *ways = (trace for trace in roofline(calls_of_work(), SOURCE).data if trace.mode != "text")
+    assert {way.name: [round(y, 2) for y in way.y] for way in ways} == {
+        "eager": [1.67, 54.05],
+        "replay": [6.67, 64.52],
+        "compiled replay": [10.0],
+    }
+    assert max(roof.y) == 989.5 and list(ways[0].x) == pytest.approx([2e10 / 7e8, 50])
+    for way in ways:
+        assert all(y < min(x * 4.8, 989.5) for x, y in zip(way.x, way.y, strict=True))
+
+
+def test_bounds_are_bytes_and_operations_over_the_peaks() -> None:
+    lines = {trace.name: list(trace.y) for trace in time_bounds(calls_of_work(), SOURCE).data if trace.mode == "lines"}
+    assert lines["all bytes as eager moves them"] == pytest.approx([0.1458, 8.333], rel=1e-3)
+    assert lines["all operations, at the device's peak"] == pytest.approx([0.0202, 2.021], rel=1e-3)
+
+
+def test_kernels_and_the_gaps_between_them_make_the_replay() -> None:
+    bars = {trace.name: dict(zip(trace.y, trace.x, strict=True)) for trace in figures.kernels_by_time(kernels(), SOURCE).data}
+    assert bars["product"] == {"1x50": 50} and bars["elementwise"] == {"1x50": 30, "1x4": 20}
+    assert bars["between kernels"] == {"1x50": 20, "1x4": 0}
+
+
+def test_what_was_stopped_is_drawn_as_stopped() -> None:
+    bars = {trace.name: dict(zip(trace.y, trace.x, strict=True)) for trace in figures.compile_seconds(compilers(), SOURCE).data}
+    assert bars == {"1x25": {"static": 17}, "1x50": {"static": 16}, "stopped, not finished": {"dynamic": 240}}

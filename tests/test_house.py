@@ -22,7 +22,8 @@ FLOORS = [
     "models", "figures", "widgets", "__main__",
 ]
 # fmt: on
-HEAVY = {"dask", "diffusers", "distributed", "IPython", "ipywidgets", "pandas", "peft", "plotly", "scipy", "tqdm", "transformers"}
+HEAVY = {"dask", "diffusers", "distributed", "IPython", "ipywidgets", "pandas", "peft", "plotly", "safetensors", "scipy", "tqdm"}
+HEAVY |= {"pystoi", "soundfile", "transformers"}
 TEXT = {".py", ".ipynb", ".md", ".json", ".csv", ".toml", ".yml", ".txt", ".cfg", ".js", ".css", "", ".typed"}
 ELSEWHERE = re.compile(r"(?<![\w.~])/(?:work|farm|root|home|Users|tmp)/[\w.-]+")
 
@@ -87,6 +88,12 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch: pyte
         "import omnigraph\nomnigraph.decoder, omnigraph.__version__\n"
     )
     assert imported(path) == {"shapes", "stats", "trace", "graph", "facts", "models", "decoder"}
+
+
+@pytest.mark.parametrize("call", ["torch.cuda.CUDAGraph", "torch.cuda.synchronize(", "torch.cuda.empty_cache("])
+def test_what_breaks_another_threads_capture_is_called_in_one_place(call: str) -> None:
+    """A wait for the whole device or an emptied cache ends a capture of any thread: graph.py does both between captures."""
+    assert [path.name for path in files() if call in path.read_text()] == ["graph.py"]
 
 
 def test_no_module_bears_the_name_of_a_public_function() -> None:

@@ -14,12 +14,13 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
+from bench_timing import in_turn, spread, sync
 
 import omnigraph as og
 from omnigraph._provenance import provenance
@@ -35,11 +36,6 @@ def flush() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-
-
-def spread(times: list[float]) -> dict[str, float]:
-    low, middle, high = quantiles(times, n=4)
-    return {"median": middle, "q1": low, "q3": high}
 
 
 def smallest_first(module: torch.nn.Module, codes: Callable[..., torch.Tensor]) -> tuple[float, int, list[Any]]:
@@ -121,20 +117,23 @@ def compiled(module: torch.nn.Module) -> list[dict[str, Any]]:
     for plan in (og.BucketPlan(((1, 50),)), og.BucketPlan(((1, 50),), compiled=((1, 50),))):
         with og.GraphedDecoder(module, plan) as decoder:
             report = decoder.warmup(strict=True)
-            codes = decoder._codes(og.Shape(1, 50))
-            taken = device(lambda decoder=decoder, codes=codes: decoder.decode(codes), 50)
+            taken = latencies(module, decoder, 40, [(1, 50)])[0]
             row = verified(og.verify(decoder, [(1, 50)], reference=Reference(module)))[0]
-            rows.append({**row, "decode_ms": taken, "compile_seconds": report.compile_seconds})
+            times = {name: taken[name] for name in ("eager_ms", "decode_ms")}
+            rows.append({**row, **times, "compile_seconds": report.compile_seconds})
     return rows
 
 
-def host_times(decoder: og.GraphedDecoder, repeats: int = 200) -> list[dict[str, Any]]:
+def host_times(
+    decoder: og.GraphedDecoder, repeats: int = 200, shapes: Sequence[Sequence[int]] = ((1, 4), (1, 25), (1, 50))
+) -> list[dict[str, Any]]:
     """Microseconds of host time of a call, until it returns: the three ways in turn, each on an idle device, then ten in a row."""
     rows = []
-    for shape in [(1, 4), (1, 25), (1, 50)]:
+    for shape in shapes:
         codes = decoder._codes(og.Shape(*shape))
         graph = decoder._live.graphs[og.Bucket(og.Shape(*shape))]
-        static, output, launch = graph.inputs[0], graph.outputs, graph._launcher.graph.replay
+        static, output = graph.inputs[0], graph.outputs
+        launch = graph._launcher.graph.replay if graph.backend == "cuda" else graph.launch
 
         def bare(static=static, output=output, launch=launch, codes=codes) -> torch.Tensor:
             static.copy_(codes)
@@ -148,40 +147,32 @@ def host_times(decoder: og.GraphedDecoder, repeats: int = 200) -> list[dict[str,
                 decoder.check_stale = name == "decode_checked"
                 call = bare if name == "bare" else lambda codes=codes: decoder.decode(codes)
                 for taken, n in ((times[name], 1), (in_a_row[name], 10)):
-                    torch.cuda.synchronize()
+                    sync(decoder.device)
                     start = time.perf_counter()
                     for _ in range(n):
                         call()
                     taken.append((time.perf_counter() - start) * 1e6 / n)
         decoder.check_stale = True
-        row = {f"{name}_us": spread(taken[20:]) for name, taken in times.items()}
-        rows.append({"shape": shape, **row, "in_a_row": {f"{name}_us": spread(taken[20:]) for name, taken in in_a_row.items()}})
+        rows.append({"shape": shape, **_medians(times, repeats), "in_a_row": _medians(in_a_row, repeats)})
     return rows
 
 
-def device(call: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Milliseconds from launch to end of a call, by CUDA events; eager calls are bound by their launches and show it here."""
-    times = []
-    for _ in range(repeats + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return spread(times[2:])
+def _medians(times: dict[str, list[float]], repeats: int) -> dict[str, dict[str, float]]:
+    return {f"{name}_us": spread(taken[repeats // 10 :]) for name, taken in times.items()}
 
 
 @torch.no_grad()
-def latencies(module: torch.nn.Module, decoder: og.GraphedDecoder, repeats: int) -> list[dict[str, Any]]:
+def latencies(
+    module: torch.nn.Module, decoder: og.GraphedDecoder, repeats: int, shapes: Sequence[Sequence[int]] = SHAPES
+) -> list[dict[str, Any]]:
+    """Milliseconds of a call from launch to end, eager and by replay in turn, and the bytes of its graph."""
     rows = []
-    for shape in SHAPES:
-        codes = decoder._codes(og.Shape(*shape))
+    for shape in map(og.Shape._make, shapes):
+        codes = decoder._codes(shape)
         few = max(5, repeats // max(1, shape[0] * shape[1] // 400))
-        eager, replay = device(lambda c=codes: module(c), few), device(lambda c=codes: decoder.decode(c), few)
-        graph = decoder._live.graphs[og.Bucket(og.Shape(*shape))]
-        rows.append({"shape": shape, "eager_ms": eager, "decode_ms": replay, "bytes": graph.nbytes, "repeats": few})
+        ways = {"eager_ms": lambda c=codes: module(c), "decode_ms": lambda c=codes: decoder.decode(c)}
+        graph = next(graph for bucket, graph in decoder._live.graphs.items() if bucket.shape == shape)
+        rows.append({"shape": shape, **in_turn(ways, codes.device, few), "bytes": graph.nbytes, "repeats": few})
     return rows
 
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
+from bench_timing import spread, wall
 from torch import Tensor, nn
 
 import omnigraph as og
@@ -38,25 +39,6 @@ METHOD = (
     "one process, what is compared taken in turn; wall-clock times between synchronisations, after warm-up; medians and quartiles; "
     "random codes"
 )
-
-
-def spread(times: Sequence[float]) -> dict[str, float]:
-    low, middle, high = quantiles(times, n=4)
-    return {"median": middle, "q1": low, "q3": high}
-
-
-def sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def timed(device: torch.device, call: Callable[[], Any]) -> tuple[float, Any]:
-    """Milliseconds from an idle device to an idle device, and what the call returned."""
-    sync(device)
-    start = time.perf_counter()
-    result = call()
-    sync(device)
-    return (time.perf_counter() - start) * 1e3, result
 
 
 def draw(decoder: og.GraphedDecoder, batch: int, frames: int, seed: int = 0) -> Tensor:
@@ -138,8 +120,9 @@ def replays_of(decoder: og.GraphedDecoder, call: Callable[[], object]) -> dict[s
     return {"replays": len(replayed), "eager": eager, "decoded_frames": sum(batch * frames for batch, frames in replayed)}
 
 
-def ragged(decoder: og.GraphedDecoder, reference: Reference, repeats: int) -> dict[str, Any]:
-    device, facts = decoder.device, decoder.facts
+def ragged_times(decoder: og.GraphedDecoder, repeats: int) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
+    """Milliseconds of the three ways in turn, what they called, and what they returned."""
+    device = decoder.device
     codes = draw(decoder, len(RAGGED), max(RAGGED))
     loops = {"loop": Loop(decoder, exact_batch=False), "loop_eager": Loop(decoder, exact_batch=True)}
     packed = partial(decoder.batched_chunked_decode, codes, RAGGED, chunk_size=CHUNK, left_context_size=CONTEXT)
@@ -148,7 +131,7 @@ def ragged(decoder: og.GraphedDecoder, reference: Reference, repeats: int) -> di
     audios: dict[str, list[Tensor]] = {}
     for i in range(repeats + 2):
         for name in [*ways, *ways][i % 3 : i % 3 + 3]:
-            ms, audios[name] = timed(device, ways[name])
+            ms, audios[name] = wall(device, ways[name])
             if i >= 2:
                 times[name].append(ms)
     calls = repeats + 2
@@ -159,8 +142,14 @@ def ragged(decoder: og.GraphedDecoder, reference: Reference, repeats: int) -> di
     found: dict[str, Any] = {name: {"ms": spread(times[name]), **counts[name]} for name in ways}
     slower = {name: median(a / b for a, b in zip(times[name], times["packed"], strict=True)) for name in loops}
     decoded = [c.last - c.first for n in RAGGED for c in cutting(decoder).schedule(n)]
-    found |= {"lengths": RAGGED, "repeats": repeats, "windows": len(decoded), "frames": sum(decoded), "ratio": slower}
+    return found | {"lengths": RAGGED, "repeats": repeats, "windows": len(decoded), "frames": sum(decoded), "ratio": slower}, audios
 
+
+def ragged(decoder: og.GraphedDecoder, reference: Reference, repeats: int) -> dict[str, Any]:
+    """The same, each result compared with eager decoding and with the reference."""
+    found, audios = ragged_times(decoder, repeats)
+    facts, codes = decoder.facts, draw(decoder, len(RAGGED), max(RAGGED))
+    loops = [name for name in audios if name != "packed"]
     cut, rows = cutting(decoder), []
     parts = [codes[i : i + 1, :, :n] for i, n in enumerate(RAGGED)]
     single = [decoder.chunked_decode(part, CHUNK, CONTEXT)[0] for part in parts]
@@ -194,7 +183,7 @@ def pieces(cut: Chunking) -> list[tuple[int, int]]:
 def eagerly(module: nn.Module, codes: Tensor, cut: Chunking) -> tuple[list[float], Tensor]:
     times, audio = [], []
     for c in cut.schedule(STREAMED):
-        ms, samples = timed(codes.device, lambda c=c: module(codes[..., c.first : c.last])[..., c.skip : c.skip + c.keep])
+        ms, samples = wall(codes.device, lambda c=c: module(codes[..., c.first : c.last])[..., c.skip : c.skip + c.keep])
         times.append(ms)
         audio.append(samples)
     return times, torch.cat(audio, -1)
@@ -204,9 +193,9 @@ def through_graphs(decoder: og.GraphedDecoder, codes: Tensor, cut: Chunking) -> 
     session = decoder.stream(chunk_size=CHUNK, left_context_size=CONTEXT, ramp=cut.ramp)
     times, audio = [], []
     for i, (start, end) in enumerate(parts := pieces(cut)):
-        ms, samples = timed(codes.device, lambda new=codes[..., start:end]: session.push(new))
+        ms, samples = wall(codes.device, lambda new=codes[..., start:end]: session.push(new))
         if i == len(parts) - 1:  # a short last chunk comes with the flush
-            more, rest = timed(codes.device, session.flush)
+            more, rest = wall(codes.device, session.flush)
             ms, samples = ms + more, torch.cat([samples, rest], -1)
         times.append(ms)
         audio.append(samples)

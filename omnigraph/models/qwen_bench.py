@@ -40,7 +40,7 @@ def milliseconds(call: Callable[[], object], device: torch.device, repeats: int)
     for _ in range(repeats + 3):
         if device.type == "cuda":
             start, end = event(enable_timing=True), event(enable_timing=True)
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
             start.record()
             call()
             end.record()

@@ -282,13 +282,14 @@ def test_other_streams(small: nn.Module) -> None:
         assert all(close_to(audio, eager(small, codes)) for codes, audio in zip(inputs, results, strict=True))
 
 
-def test_threads_with_streams_of_their_own_while_the_decoder_is_reconfigured(small: nn.Module) -> None:
+@pytest.mark.parametrize("latency", [False, True], ids=["untimed", "timed"])
+def test_threads_with_streams_of_their_own_while_the_decoder_is_reconfigured(small: nn.Module, latency: bool) -> None:
     inputs = {(call, seed): codes_for(small, *call, seed) for call in CALLS for seed in range(3)}
     expected = {key: eager(small, codes) for key, codes in inputs.items()}
     plans = [PLAN, BucketPlan.grid([1, 4], [2, 5, 8, 9]), BucketPlan.grid([1], [5]), BucketPlan.grid([2], [4, 9], extra=[(1, 5)])]
     wrong: list[object] = []
     torch.cuda.synchronize()
-    with warm(small) as decoder:
+    with warm(small, latency=latency) as decoder:
 
         def work(seed: int) -> None:
             rng = random.Random(seed)

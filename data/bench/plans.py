@@ -1,0 +1,85 @@
+"""The calls of a trace under a chosen plan and under the heuristic, in one run. A part of `make bench`.
+
+`data/profiles/replay_plans.py` does the same beside eager, and compares with what the planner expected.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from statistics import quantiles
+from typing import Any
+
+import torch
+
+import omnigraph as og
+from omnigraph._measure import time_once
+from omnigraph.driving import sample
+from omnigraph.profile import Profile
+
+BLOCKS = 10  # of calls in turn: the ratio's spread is over these
+
+
+@torch.no_grad()
+def replayed(
+    module: torch.nn.Module, trace: og.Trace, profile: Profile, calls: int = 2000, chunk: int = 25, context: int = 25
+) -> dict[str, Any]:
+    """Milliseconds and bytes of both, with half the heuristic's graphs for the plan; each call is decoded under both in turn."""
+    order = sample(trace.calls(chunk, context), calls)
+    heuristic = og.BucketPlan.from_chunking(chunk, context)
+    report = og.plan_buckets(Counter(order), profile, max_graphs=len(heuristic) // 2, baseline=heuristic)
+    assert report.plan is not None
+    plans = {"plan": report.plan, "heuristic": heuristic}
+    decoders = {name: og.GraphedDecoder(module, plan, cost=profile.cost) for name, plan in plans.items()}
+    times: dict[str, list[float]] = {name: [] for name in decoders}
+    for decoder in decoders.values():
+        decoder.warmup(strict=True)
+        for shape in sorted(set(order)):  # kernels are picked, and routes found, before anything is timed
+            decoder.decode(decoder._codes(shape))
+    for shape in order:
+        codes = decoders["plan"]._codes(shape)
+        for name, decoder in decoders.items():
+            times[name].append(time_once(decoder.decode, codes))
+    block = max(len(order) // BLOCKS, 1)
+    ratios = [sum(times["plan"][i : i + block]) / sum(times["heuristic"][i : i + block]) for i in range(0, len(order), block)]
+    low, _, high = quantiles(ratios, n=4)
+    expected = {"plan": report.chosen, "heuristic": report.heuristic}
+    found: dict[str, Any] = {
+        "trace": trace.name,
+        "calls": len(order),
+        "time_ratio": sum(times["plan"]) / sum(times["heuristic"]),
+        "low": low,
+        "high": high,
+        "predicted_time_ratio": report.chosen.ms / report.heuristic.ms,
+        "predicted_memory_ratio": report.chosen.pool_bytes / report.heuristic.pool_bytes,
+    }
+    for name, decoder in decoders.items():
+        found[name] = {
+            "buckets": [str(bucket) for bucket in decoder.captured],
+            "ms": sum(times[name]) / len(order),
+            "predicted_ms": expected[name].ms,
+            "pool_bytes": decoder.nbytes,
+            "hit_rate": decoder.stats.hit_rate,
+        }
+        decoder.close()
+    return found
+
+
+def rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The two rows of the project's table."""
+    plan, other = found["plan"], found["heuristic"]
+    graphs = f"{len(plan['buckets'])} and {len(other['buckets'])} graphs"
+    how = f"{plan['ms']:.3f} and {other['ms']:.3f} ms a call, {graphs}"
+    memory = plan["pool_bytes"] / other["pool_bytes"]
+    mib = f"{plan['pool_bytes'] / 2**20:,.0f} and {other['pool_bytes'] / 2**20:,.0f} MiB, {graphs}"
+    return [
+        {
+            "row": "plans_time",
+            "value": found["time_ratio"],
+            "low": found["low"],
+            "high": found["high"],
+            "how": how,
+            "predicted": found["predicted_time_ratio"],
+        },
+        {"row": "plans_memory", "value": memory, "low": memory, "high": memory, "how": mib, "predicted": found["predicted_memory_ratio"]},
+    ]
