@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from itertools import repeat
-from operator import itemgetter
+from operator import is_not, itemgetter
 from types import FunctionType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 _REGISTERED = "_parameters", "_buffers", "_modules"
+_ADAPTER = "scaling", "_active_adapter", "_disable_adapters", "merged_adapters"  # of peft's layers: numbers and names, baked by a capture
 
 
 def _layout(value: object) -> str:
@@ -48,6 +50,8 @@ def _asks_for_training(kind: type) -> bool:
 def plain_tensors(module: nn.Module) -> list[Tensor]:
     """The tensors that a module's parts hold in plain attributes, and in the lists, tuples and dictionaries there: caches by shape, mostly.
 
+    Also those of modules that stand in a plain list, which torch does not know of.
+
     A graph that read one reads its address for ever, so whoever captured it keeps the tensor alive.
     """
     found: list[Tensor] = []
@@ -55,8 +59,17 @@ def plain_tensors(module: nn.Module) -> list[Tensor]:
         for name, value in vars(part).items():
             if name not in _REGISTERED:
                 inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-                found += [one for one in inside if isinstance(one, Tensor)]
+                for one in inside:
+                    if isinstance(one, Tensor):
+                        found.append(one)
+                    elif isinstance(one, nn.Module) and one is not part:
+                        found += [*one.parameters(), *one.buffers()]
     return found
+
+
+def _is_adapted(part: nn.Module) -> bool:
+    """Is it a layer that peft put around another? By name, so that peft is not imported."""
+    return any(kind.__name__ == "BaseTunerLayer" for kind in type(part).__mro__)
 
 
 class Fingerprint:
@@ -64,8 +77,9 @@ class Fingerprint:
 
     Every registered tensor, submodule and forward hook is compared by identity, every tensor by its address as well, in C-level loops
     over flat lists. In-place updates (an optimiser's step, `load_state_dict`) keep both: a graph reads the new values, so nothing has
-    changed. Tensors are held until one is seen to have been replaced; from then on the module counts as changed. Not seen: tensors in
-    plain attributes, and `tensor.data` set to a view of itself at its address.
+    changed. Tensors are held until one is seen to have been replaced; from then on the module counts as changed. Where there are any,
+    the packed weights of quantized layers are compared by identity, and the scale, choice and merging of peft's adapters by value. Not
+    seen: other Python attributes, tensors among them, and `tensor.data` set to a view of itself at its address.
 
     >>> linear = nn.Linear(2, 2)
     >>> fingerprint = Fingerprint(linear)
@@ -106,6 +120,11 @@ class Fingerprint:
         asking = {kind for kind in {type(part) for part in modules.values()} if _asks_for_training(kind)}
         self._trainable = [part.__dict__ for part in modules.values() if part is module or type(part) in asking]
         self._training = [*map(itemgetter("training"), self._trainable)]
+        packed = [(d, name, value) for d in self._attributes for name, value in d.items() if isinstance(value, torch.ScriptObject)]
+        self._packed = [[*column] for column in zip(*packed, strict=True)]  # their dictionaries, names and values; empty where none
+        adapted = [vars(part) for part in modules.values() if _is_adapted(part)]
+        self._adapters = [(attributes, name) for attributes in adapted for name in _ADAPTER if name in attributes]
+        self._adapted = [copy(attributes[name]) for attributes, name in self._adapters]
         self._replaced = ""
 
     def changed(self) -> str | None:
@@ -126,6 +145,10 @@ class Fingerprint:
             return "the training mode is another one"
         if self._forward_changed():
             return "a forward method was replaced"
+        if self._packed and any(map(is_not, map(dict.get, *self._packed[:2]), self._packed[2])):
+            return "packed weights were replaced"
+        if self._adapters and [attributes.get(name) for attributes, name in self._adapters] != self._adapted:
+            return "an adapter was scaled, switched or merged"
         return None
 
     def _registered_as_known(self) -> bool:

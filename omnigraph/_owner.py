@@ -184,7 +184,11 @@ class GraphOwner:
                 raise
 
     def recapture(self, *, progress: Progress | None = None) -> CaptureReport:
-        """Probe and capture everything again: for a module that was changed on purpose."""
+        """Probe and capture everything again: for a module that was changed on purpose.
+
+        Also for a change that no check sees: a Python attribute, a number or a tensor, that `forward` reads. Until then calls of captured
+        shapes give what the module gave at the capture, and others, which go eager, what it gives now.
+        """
         with self._changing:
             self._check_open()
             self._compiled = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import is_
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,24 +137,34 @@ def capture_buckets(
     capturing = _Capturing(module, compiled, facts, pool)
     graphs: dict[Bucket, CapturedGraph] = {}
     rows = []
-    examples = {bucket.shape: codes(bucket.shape) for bucket in buckets}  # first: a copy to the device waits for what runs there
-    for done, bucket in enumerate(buckets):
-        if progress is not None:
-            progress(f"{'compile' if bucket.compiled else 'capture'} {bucket.shape}", done, len(buckets))
-        row, plain = BucketReport(bucket), Bucket(bucket.shape)
-        for attempt in (bucket, plain) if bucket.compiled and plain not in buckets else (bucket,):
-            start = time.perf_counter()
-            try:
-                graphs[attempt] = capturing.capture(attempt, examples[bucket.shape])
-            except Exception as failure:
-                text = str(failure) if isinstance(failure, CaptureError) else f"{type(failure).__name__}: {failure}"
-                row = replace(row, error=f"{row.error}; plain: {text}" if row.error else text)
-                continue
-            took, nbytes = time.perf_counter() - start, graphs[attempt].nbytes
-            times = (0.0, took) if attempt.compiled else (took, 0.0)
-            row = replace(row, captured=attempt, nbytes=nbytes, seconds=times[0], compile_seconds=times[1])
-            break
-        rows.append(row)
+    examples: dict[Shape, torch.Tensor] = {}
+    for bucket in buckets:  # first: a copy to the device waits for what runs there
+        with suppress(Exception):  # met again below, where it is that bucket's error alone
+            examples[bucket.shape] = codes(bucket.shape)
+    try:
+        for done, bucket in enumerate(buckets):
+            if progress is not None:
+                progress(f"{'compile' if bucket.compiled else 'capture'} {bucket.shape}", done, len(buckets))
+            row, plain = BucketReport(bucket), Bucket(bucket.shape)
+            for attempt in (bucket, plain) if bucket.compiled and plain not in buckets else (bucket,):
+                start = time.perf_counter()
+                try:
+                    example = examples[bucket.shape] if bucket.shape in examples else codes(bucket.shape)
+                    graphs[attempt] = capturing.capture(attempt, example)
+                except Exception as failure:
+                    text = str(failure) if isinstance(failure, CaptureError) else f"{type(failure).__name__}: {failure}"
+                    row = replace(row, error=f"{row.error}; plain: {text}" if row.error else text)
+                    continue
+                took, nbytes = time.perf_counter() - start, graphs[attempt].nbytes
+                times = (0.0, took) if attempt.compiled else (took, 0.0)
+                row = replace(row, captured=attempt, nbytes=nbytes, seconds=times[0], compile_seconds=times[1])
+                break
+            rows.append(row)
+    except BaseException as error:
+        for graph in graphs.values():  # whoever keeps the error keeps this frame
+            graph.close()
+        clear_frames(error.__traceback__)  # and those of a capture that was not done
+        raise
     flush(pool.device)
     if progress is not None:
         progress("done", len(buckets), len(buckets))

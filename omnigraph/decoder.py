@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from traceback import clear_frames
 
 import torch
 
@@ -30,9 +31,12 @@ class GraphedDecoder(GraphOwner):
             padding would give wrong samples.
         backend: "auto" (the module's device), "cuda", "cpu", or "eager" (no graphs at all).
         cost: milliseconds of a call, `profile.cost` for instance; without it routes go by batch x frames.
-        check_codes: check that codes are within the codebook. On by default on a CPU; on CUDA it costs a synchronisation.
+        check_codes: check that codes are within the codebook. On by default on a CPU; on CUDA it costs a synchronisation, and without it
+            a code out of range reads a neighbouring quantizer's row where the module lays its codebooks side by side.
         check_stale: before each replay, check that the module and torch's global switches are what they were at the capture (tens of
-            microseconds). Turn it off only where nobody can change them.
+            microseconds). Turn it off only where nobody can change them. Seen are weights, buffers, submodules, hooks, train mode,
+            `forward` set on an instance, quantized layers and peft's adapters. Not seen: any other Python attribute, a number or a
+            tensor (`module.gain = 0.5`), and methods replaced on a class. A graph keeps what it was captured with: `recapture` then.
         enabled: False sends every call eager.
         latency: time each call (on CUDA that synchronises it) into `stats`.
 
@@ -85,11 +89,17 @@ class GraphedDecoder(GraphOwner):
         live = self._live
         way = None if live is None else live.ways.get(getattr(codes, "shape", None))  # known there: the rank and the quantizers are right
         if live is not None and way is not None and way.pieces and self._is_plain(codes, live):
-            with live.pool.lock:
-                if live.pool.in_order() and not live.retired:
-                    audio = replay(way.pieces, codes)
-                    way.tally.calls += 1  # under the pool's lock: no other path counts a hit of this shape without timing it
-                    return audio
+            try:
+                with live.pool.lock:
+                    if live.pool.in_order() and not live.retired:
+                        audio = replay(way.pieces, codes)
+                        way.tally.calls += 1  # under the pool's lock: no other path counts a hit of this shape without timing it
+                        return audio
+            except BaseException as error:
+                clear_frames(error.__traceback__)
+                live = way = None  # whoever keeps the error does not keep the graphs
+                raise
+        del live, way
         shape = self.check(codes)
         return self._decode(codes, shape)
 
@@ -110,27 +120,39 @@ class GraphedDecoder(GraphOwner):
         milliseconds = None
         if self.latency:
             if codes.device.type == "cuda":
-                torch.cuda.synchronize(codes.device)
+                torch.cuda.current_stream(codes.device).synchronize()  # the device's would break a capture of another thread
             milliseconds = (time.perf_counter() - start) * 1e3
         self._stats.count(tally or self._stats.tally(Shape(*shape), served), milliseconds)
         return audio
 
     def _serve(self, codes: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.Tensor, Outcome, Tally | None]:
         """The audio of a checked call, how it was made, and what counts that, where it is at hand; not counted yet."""
-        while True:
-            live = self._live
-            reason = self._reason(live, codes.device)
-            if reason is not None or live is None:
-                facts = None if reason is Fallback.MODULE_CHANGED or live is None else live.facts
-                return self._eager(codes, shape, facts), EAGER[reason or Fallback.NOT_WARMED_UP], None
-            way = self._way(live, shape)
-            if way is None:
-                continue
-            if not way.pieces:
-                return self._eager(codes, shape, live.facts), way.outcome, way.tally
-            with live.pool.lock, live.pool:
-                if not live.retired:  # not replaced while this call waited for its turn
-                    return replay(way.pieces, codes), way.outcome, way.tally
+        audio, served, tally, facts = self._replayed(codes, shape)
+        return self._eager(codes, shape, facts) if audio is None else audio, served, tally
+
+    def _replayed(
+        self, codes: torch.Tensor, shape: tuple[int, int]
+    ) -> tuple[torch.Tensor | None, Outcome, Tally | None, DecoderFacts | None]:
+        """The audio by replays, or None where the call goes eager, then with what its output must agree with."""
+        try:
+            while True:
+                live = self._live
+                reason = self._reason(live, codes.device)
+                if reason is not None or live is None:
+                    facts = None if reason is Fallback.MODULE_CHANGED or live is None else live.facts
+                    return None, EAGER[reason or Fallback.NOT_WARMED_UP], None, facts
+                way = self._way(live, shape)
+                if way is None:
+                    continue
+                if not way.pieces:
+                    return None, way.outcome, way.tally, live.facts
+                with live.pool.lock, live.pool:
+                    if not live.retired:  # not replaced while this call waited for its turn
+                        return replay(way.pieces, codes), way.outcome, way.tally, None
+        except BaseException as error:
+            clear_frames(error.__traceback__)
+            live = way = None
+            raise
 
     @torch.no_grad()
     def _eager(self, codes: torch.Tensor, shape: tuple[int, int], facts: DecoderFacts | None) -> torch.Tensor:
@@ -167,20 +189,27 @@ class GraphedDecoder(GraphOwner):
             ValueError, TypeError: the codes are not `[B, Q, F]` int64 on the module's device, or out of range.
         """
         live = self._live
+        there = None if live is None else live.pool.device
+        del live  # an error that is kept would keep it
         try:
             (batch, quantizers, frames), device = codes.shape, codes.device
         except (AttributeError, ValueError):
             raise self._refusal(codes) from None
         if quantizers != self.num_quantizers or not batch or codes.dtype is not torch.int64 or self._closed or not (frames or empty):
             raise self._refusal(codes)
-        if (live is None or device != live.pool.device) and device != self.device:
+        if device != there and device != self.device:
             raise self._refusal(codes)
         checked = self.check_codes or (self.check_codes is None and device.type == "cpu")
         if checked and values and frames and not capturing(device):  # a capture could not read them
             low, high = (int(value) for value in codes.aminmax())
             if low < 0 or high >= self.codebook_size:
-                raise ValueError(f"codes go from 0 to {self.codebook_size - 1}; got {low} to {high}")
+                raise self._out_of_range(codes, low, high)
         return batch, frames
+
+    def _out_of_range(self, codes: torch.Tensor, low: int, high: int) -> ValueError:
+        row, quantizer, frame = torch.nonzero((codes < 0) | (codes >= self.codebook_size))[0].tolist()
+        first = f"the first {int(codes[row, quantizer, frame])} in row {row}, quantizer {quantizer}, frame {frame}"
+        return ValueError(f"codes go from 0 to {self.codebook_size - 1}; got {low} to {high}, {first}")
 
     def _refusal(self, codes: object) -> Exception:
         """What is wrong with these codes: what was expected, what came, what to do."""
@@ -202,7 +231,7 @@ class GraphedDecoder(GraphOwner):
         if live is None or self._reason(live, self.device) is not None:
             return packer((), self.cost, **allowed(self.facts, self.padding != "exact"))(lengths, max_batch_size)
         if live.packer is None:
-            live.packer = packer(live.graphs, self.cost, **allowed(live.facts, self.padding != "exact"))
+            live.packer = packer(tuple(live.graphs), self.cost, **allowed(live.facts, self.padding != "exact"))
         return live.packer(lengths, max_batch_size)
 
     def chunked_decode(

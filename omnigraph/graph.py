@@ -29,6 +29,13 @@ def flush(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
+def settle(device: torch.device) -> None:
+    """Wait until the device has done all that it was given, while nobody captures: CUDA ends a capture that this falls into."""
+    if device.type == "cuda":
+        with _ONE_AT_A_TIME:
+            torch.cuda.synchronize(device)
+
+
 class CaptureError(RuntimeError):
     """A capture that failed. `cause` names the type of what was raised; its traceback is not kept, since it would pin tensors."""
 
@@ -39,10 +46,13 @@ class CaptureError(RuntimeError):
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A collection during a capture could free device memory or destroy a graph, which CUDA forbids there."""
+    """A collection during a capture could free device memory or destroy a graph, which CUDA forbids there.
+
+    On a CPU, what a finalizer computes would be recorded.
+    """
     was = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was:
@@ -65,17 +75,23 @@ class _CudaGraph:
     def __init__(self, fn: Callable[..., Any], inputs: Sequence[Any], pool: Pool) -> None:
         self.graph = torch.cuda.CUDAGraph()
         pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
-        with torch.cuda.stream(pool.stream), _no_collection():
-            self.graph.capture_begin(pool=pool.handles[-1], capture_error_mode="thread_local")
-            before = _requested(pool.device)
+        with torch.cuda.stream(pool.stream):
             try:
+                self.graph.capture_begin(pool=pool.handles[-1], capture_error_mode="thread_local")
+                before = _requested(pool.device)
                 self.outputs = fn(*inputs)
                 self.retained = _requested(pool.device) - before - _made(self.outputs, inputs)
             except BaseException:
                 with suppress(RuntimeError):  # that the capture is invalid; what made it so is on its way up
                     _end(self.graph, pool.handles[-1], pool.device)
                 raise
-            _end(self.graph, pool.handles[-1], pool.device)
+            try:
+                _end(self.graph, pool.handles[-1], pool.device)
+            except BaseException:
+                if torch.cuda.is_current_stream_capturing():  # an interrupt came first
+                    with suppress(RuntimeError):
+                        _end(self.graph, pool.handles[-1], pool.device)
+                raise
         self.launch = self.graph.replay
         pool.graphs.append(self.graph)
 
@@ -136,7 +152,7 @@ class _CompiledCall:
 
     def launch(self) -> None:
         refuse_within_a_recording()
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", *self.autocast):
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", *self.autocast, cache_enabled=False):
             for there, now in zip(self._static, tensors_of(self.fn(*self.inputs)), strict=True):
                 there.copy_(now)
 
@@ -271,12 +287,13 @@ def capture(
             pool.warm(fn, *inputs, times=warmup)
             held, start = _held(pool), time.perf_counter()
             launcher: _Launcher
-            if pool.backend == "cuda":
-                launcher = _CudaGraph(fn, inputs, pool)
-            elif compiled:
-                launcher = _CompiledCall(fn, inputs)
-            else:
-                launcher = Recording(fn, inputs, pool.arena)
+            with _no_collection():
+                if pool.backend == "cuda":
+                    launcher = _CudaGraph(fn, inputs, pool)
+                elif compiled:
+                    launcher = _CompiledCall(fn, inputs)
+                else:
+                    launcher = Recording(fn, inputs, pool.arena)
             seconds = time.perf_counter() - start
         except BaseException as error:
             pool.abandon()

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from threading import RLock
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -107,7 +108,11 @@ class DecodeGraphCache:
         """
         with self._lock:
             key = "a branch without prefix" if prefix is None or not prefix.layers else prefix.key(hidden.dtype, self.adapter.attention())
-            latents = self._serve(key, prefix, hidden, timestep)
+            try:
+                latents = self._serve(key, prefix, hidden, timestep)
+            except BaseException as error:
+                clear_frames(error.__traceback__)  # whoever keeps the error does not keep buffers and graphs
+                raise
             if isinstance(latents, Fallback):
                 self.stats.record(key, _EAGER[latents])
                 self._tell(latents, f"a step of {key} goes eager")

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -152,13 +153,15 @@ class Profile:
         """
         content = read_json(path, SCHEMA)
         try:
-            points = [Point(**{**p, "shape": Shape(*map(int, p["shape"]))}) for p in content["points"]]
+            points = [Point(**{**p, "shape": Shape(*map(index, p["shape"]))}) for p in content["points"]]
             strange = [p.how for p in points if p.how not in get_args(How)]
             if strange:
                 raise ValueError(f"expected eager, plain or compiled, got {strange[0]!r}")
+            if any(isinstance(n, bool) for p in content["points"] for n in (*p["shape"], *p.values())):
+                raise ValueError("expected numbers, got true or false")
             about = ({str(k): str(v) for k, v in content[name].items()} for name in ("made_for", "provenance", "failed"))
             return cls(tuple(points), *about)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise FileError(f"{path}: not a profile: {error}") from error
 
     def check(self, module: torch.nn.Module) -> list[str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from omnigraph._files import FileError, write_text
+from omnigraph._files import FileError, folder, write_text
 from omnigraph._needs import need
 from omnigraph._tables import Column, read_table
 from omnigraph.shapes import Calls, Shape
@@ -38,6 +39,15 @@ _BATCH, _FRAMES = (Column(name, f"a whole number from 1 to {MAX_FRAMES}", "q", i
 _COUNT = Column("count", "a whole number, at least 1", "q", int, 1, 2**62)
 _TIMESTAMP = Column("TIMESTAMP", "a date and time in ISO 8601", "q", _microseconds, -math.inf, math.inf)
 _TOKENS = Column("GeneratedTokens", "a whole number, not negative", "q", int, 0, MAX_FRAMES)
+
+
+def _read(
+    path: str | os.PathLike[str], schema: str, *formats: Sequence[Column], hint: str = ""
+) -> tuple[dict[str, array[Any]], dict[str, str], str]:
+    try:
+        return read_table(path, schema, *formats, hint=hint)
+    except IsADirectoryError as error:
+        raise folder(path) from error
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -106,7 +116,7 @@ class Trace:
         if not 0 < seconds_per_token < math.inf:
             raise ValueError(f"seconds_per_token is positive; got {seconds_per_token}")
         formats = [(_ARRIVAL, _FRAMES), (_TIMESTAMP, _TOKENS), *([(_FRAMES,)] if at_once else [])]
-        held, said, source = read_table(path, SCHEMA, *formats, hint="at_once=True takes lengths without arrivals")
+        held, said, source = _read(path, SCHEMA, *formats, hint="at_once=True takes lengths without arrivals")
         try:
             rate = float(said.get("frame_rate", 12.5 if frame_rate is None else frame_rate))
             if frame_rate not in (None, rate):
@@ -268,7 +278,7 @@ def load_calls(path: str | os.PathLike[str]) -> dict[Shape, int]:
     Raises:
         FileError: as `Trace.load`.
     """
-    held, _, _ = read_table(path, CALLS_SCHEMA, (_BATCH, _FRAMES, _COUNT))
+    held, _, _ = _read(path, CALLS_SCHEMA, (_BATCH, _FRAMES, _COUNT))
     calls = Counter[Shape]()
     for batch, frames, count in zip(*held.values(), strict=True):
         calls[Shape(batch, frames)] += count

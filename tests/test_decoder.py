@@ -916,6 +916,19 @@ def test_compiled_buckets_serve_before_plain_ones(traced: None) -> None:
         assert check(decoder, codes_for(module, 5, 8)).compiled
 
 
+def test_a_call_compiles_nothing_that_the_warm_up_has_compiled(traced: None) -> None:
+    torch._dynamo.reset()
+    module, seen = tiny(), torch._dynamo.utils.counters["stats"]
+    with GraphedDecoder(module, BucketPlan.grid([1], [2], compiled=[(1, 5)])) as decoder:
+        before = seen["unique_graphs"]
+        decoder.warmup(strict=True)
+        after = seen["unique_graphs"]
+        assert after > before
+        for frames in (5, 4, 5):
+            decoder.decode(codes_for(module, 1, frames))
+        assert seen["unique_graphs"] == after
+
+
 def test_a_compile_failure_falls_back_to_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         if any(x.shape[-1] == 5 for x in inputs if x.dtype == torch.int64 and x.dim() == 3):
