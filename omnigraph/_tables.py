@@ -65,6 +65,8 @@ def read_table(
                 raise FileError(
                     f"{path}: expected a header with {wanted}; a column is missing in {','.join(header)[:200]!r}{hint and '; '}{hint}"
                 )
+            if twice := [c.name for c in columns if header.count(c.name) > 1]:
+                raise FileError(f"{path}: the header names {', '.join(twice)} more than once: {','.join(header)[:200]!r}")
             held: dict[str, array[Any]] = {c.name: array(c.type) for c in columns}
             plan = [(c, header.index(c.name), c.read, c.least, c.most, held[c.name].append) for c in columns]
             for row in rows:

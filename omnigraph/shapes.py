@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
@@ -91,7 +92,7 @@ def _shape(value: Sequence[int]) -> Shape:
 
 def _once(what: str, values: Iterable[Shape]) -> tuple[Shape, ...]:
     shapes = [_shape(value) for value in values]
-    twice = sorted({str(s) for s in shapes if shapes.count(s) > 1})
+    twice = sorted(str(shape) for shape, times in Counter(shapes).items() if times > 1)
     if twice:
         raise ValueError(f"{what} lists {', '.join(twice)} more than once")
     return tuple(sorted(shapes))

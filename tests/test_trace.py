@@ -164,6 +164,7 @@ TRACE_ERRORS = {
     "arrival,frames\n": "expected rows below the header, found none",
     "arrival,seconds\n0,1\n": "expected a header with arrival,frames or TIMESTAMP,GeneratedTokens; .* missing in 'arrival,seconds'",
     "0.0,12\n0.1,13\n": "a column is missing in '0.0,12'",
+    "arrival,frames,frames\n0,1,2\n": "the header names frames more than once",
     "arrival;frames\n0;1\n": "a column is missing in 'arrival;frames'",
     "arrival,frames\n0,1\n1,-3\n": r"line 3: expected frames \(a whole number from 1 to 2147483647\), got '-3'",
     "arrival,frames\n0,0\n": "line 2: expected frames .*, got '0'",
