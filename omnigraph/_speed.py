@@ -88,6 +88,30 @@ class SpeedBench:
         frame: pd.DataFrame = need("pandas").DataFrame(rows)
         return frame
 
+    @property
+    def plans(self) -> pd.DataFrame:
+        """What the planner expected of a trace's calls and what they took, a row a trace and way: the plan, the heuristic, eager.
+
+        Columns: trace, calls, way, graphs, hit_rate, mib of the pool, expected_ms and measured_ms a call, ratio of the two.
+        """
+        rows = [
+            {
+                "trace": found["trace"],
+                "calls": found["calls"],
+                "way": way,
+                "graphs": len(found[way].get("buckets", ())),
+                "hit_rate": found[way].get("hit_rate", 0.0),
+                "mib": found[way].get("pool_bytes", 0) / 2**20,
+                "expected_ms": found[way]["predicted_ms"],
+                "measured_ms": found[way]["ms"],
+                "ratio": found[way]["ms"] / found[way]["predicted_ms"],
+            }
+            for found in self.content["raw"]["plans"]
+            for way in ("plan", "heuristic", "eager")
+        ]
+        frame: pd.DataFrame = need("pandas").DataFrame(rows)
+        return frame
+
 
 def speed_bench(path: str | os.PathLike[str]) -> SpeedBench:
     """Load what `make bench` saved.

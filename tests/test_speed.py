@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ BENCH = ROOT / "data" / "bench"
 sys.path.insert(0, str(BENCH))
 
 import count_work  # noqa: E402
+import plans  # noqa: E402
 import profile_kernels  # noqa: E402
 import study_compile  # noqa: E402
 
@@ -182,3 +184,21 @@ def test_the_suite_runs_and_what_it_saves_can_be_read(tmp_path: Path) -> None:
     host = bench.host.set_index("name")
     assert host.loc["bare", "beyond"] == 0 and host.loc["push", "us"] > host.loc["bare", "us"]
     assert json.loads(path.read_text())["provenance"]["method"]
+
+
+def test_the_planners_promise_is_measured_beside_it() -> None:
+    module = og.models.tiny(hidden=4, receptive_field=2, upsample=4)
+    shapes = [og.Shape(1, frames) for frames in (2, 4, 8, 16, 25, 32, 50, 325)]
+    profile = og.Profile.measure(module, shapes, repeats=5, seconds_each=0.05, progress=False)
+    slower = tuple(replace(point, ms=10 * point.ms) if point.how == "eager" else point for point in profile.points)
+    profile = replace(profile, points=slower)  # so that graphs pay, on whatever machine
+    trace = og.Trace.synthesise(requests=20, seed=1)
+    found = plans.replayed(module, trace, profile, calls=40)
+    frame = recorded.SpeedBench({"raw": {"plans": [found]}}).plans
+    assert frame["way"].tolist() == ["plan", "heuristic", "eager"] and set(frame["calls"]) == {40}
+    assert frame["graphs"].tolist() == [len(found["plan"]["buckets"]), 11, 0] and 0 < frame["graphs"][0] <= 5
+    assert (frame["measured_ms"] > 0).all() and (frame["hit_rate"] == [1, 1, 0]).all()
+    assert frame["ratio"].tolist() == pytest.approx((frame["measured_ms"] / frame["expected_ms"]).tolist())
+    rows = {row["row"]: row["value"] for row in plans.rows(found)}
+    assert rows["plans_time"] == pytest.approx(frame["measured_ms"][0] / frame["measured_ms"][1])
+    assert rows["plans_memory"] == pytest.approx(frame["mib"][0] / frame["mib"][1])
