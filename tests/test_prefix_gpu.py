@@ -1,4 +1,4 @@
-"""Decode graphs on a GPU, most of it on the full Qwen-Image-2.1 transformer (14 GB of random weights). About three minutes on an H200."""
+"""Decode graphs on a GPU, most of it on the full Qwen-Image-2.1 transformer (14 GB of random weights)."""
 
 from __future__ import annotations
 

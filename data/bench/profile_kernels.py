@@ -3,8 +3,8 @@
     python data/bench/profile_kernels.py OUT.json [--shapes 1x4 1x50 8x50] [--compiled 1x50]
 
 Saved for each shape are the kernels with their number and microseconds a replay, longest first, under short names, and sums by kind.
-Gaps between kernels are what `replay_us` (by CUDA events, without the profiler) has beyond them. About 40 s on an H200 and 20 more
-for each compiled shape. On a CPU (`--size small --device cpu`) the recorded operations stand in for kernels.
+Gaps between kernels are what `replay_us` (by CUDA events, without the profiler) has beyond them. On a CPU
+(`--size small --device cpu`) the recorded operations stand in for kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure decode graphs of Qwen-Image-2.1 on a GPU: step times, contention, host time, memory, correctness. About three minutes on an H200.
+"""Measure decode graphs of Qwen-Image-2.1 on a GPU: step times, contention, host time, memory, correctness.
 
     python data/prefix/measure.py [OUT.json] [--size small] [--no-compile]
 

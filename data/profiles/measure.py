@@ -1,6 +1,6 @@
 """Measure the profiles in this folder: Code2Wav with random weights, in each dtype asked for, on the device at hand.
 
-On a GPU (four minutes a dtype on an H200; what a run leaves out, the next one adds, and what looks wrong it measures again):
+On a GPU (what a run leaves out, the next one adds, and what looks wrong it measures again):
 
     python data/profiles/measure.py --size default --dtype bfloat16 float32 --seconds 240
 

@@ -20,7 +20,7 @@ TRACES = [TRACE, *filter(None, os.environ.get("BENCH_TRACES", "").split(os.paths
 
 
 def test_plain(found: Found, module: nn.Module) -> None:
-    """Row "plain". About 3 s on an H200."""
+    """Row "plain"."""
     from measure_capture import latencies
 
     with og.GraphedDecoder(module, og.BucketPlan(((1, 4),))) as decoder:
@@ -30,7 +30,7 @@ def test_plain(found: Found, module: nn.Module) -> None:
 
 
 def test_compiled(found: Found, module: nn.Module) -> None:
-    """Row "compiled". About 25 s on an H200, all but 3 of them the compiler's."""
+    """Row "compiled"."""
     from measure_capture import compiled
 
     found.raw["compiled"] = rows = compiled(module)
@@ -39,7 +39,7 @@ def test_compiled(found: Found, module: nn.Module) -> None:
 
 
 def test_capture(found: Found, module: nn.Module) -> None:
-    """Rows "capture_time" and "capture_memory": three rounds of 33 shapes each way. About 16 s on an H200."""
+    """Rows "capture_time" and "capture_memory": three rounds of 33 shapes each way."""
     from measure_capture import startup
 
     found.raw["capture"], decoder, _ = startup(module)
@@ -48,7 +48,7 @@ def test_capture(found: Found, module: nn.Module) -> None:
 
 
 def test_ragged(found: Found, module: nn.Module) -> None:
-    """Row "ragged". About 10 s on an H200."""
+    """Row "ragged"."""
     from measure_chunks import BUCKETS, ragged_times
 
     with og.GraphedDecoder(module, BUCKETS) as decoder:
@@ -58,7 +58,7 @@ def test_ragged(found: Found, module: nn.Module) -> None:
 
 
 def test_first_audio(found: Found, module: nn.Module) -> None:
-    """Row "first_audio". About 8 s on an H200."""
+    """Row "first_audio"."""
     from measure_chunks import first_audio
 
     found.raw["first_audio"] = first_audio(module, 8)
@@ -66,7 +66,7 @@ def test_first_audio(found: Found, module: nn.Module) -> None:
 
 
 def test_plans(found: Found, module: nn.Module) -> None:
-    """Rows "plans_time" and "plans_memory": 2,000 calls of each trace under two plans and eagerly. About 50 s a trace on an H200."""
+    """Rows "plans_time" and "plans_memory": 2,000 calls of each trace under two plans and eagerly."""
     import plans
 
     profile = og.Profile.load(PROFILE)
@@ -76,7 +76,7 @@ def test_plans(found: Found, module: nn.Module) -> None:
 
 
 def test_beside(found: Found, module: nn.Module) -> None:
-    """What a user would otherwise pick, in this process and on this module. About 75 s on an H200, 45 of them the compiler's."""
+    """What a user would otherwise pick, in this process and on this module."""
     import beside
 
     found.raw["beside"] = {"calls": [], "long": beside.long_decode(module, 5)}
@@ -85,7 +85,7 @@ def test_beside(found: Found, module: nn.Module) -> None:
 
 
 def test_step(found: Found, device: torch.device) -> None:
-    """Row "step": 7.1 B parameters. About 60 s on an H200, half of them for the weights and the compiler."""
+    """Row "step": 7.1 B parameters."""
     from omnigraph.models.qwen_bench import step_times
 
     gc.collect()

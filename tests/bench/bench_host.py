@@ -58,7 +58,7 @@ def bare(decoder: og.GraphedDecoder, frames: int) -> Callable[[], torch.Tensor]:
 
 
 def test_bars_of_host_time(found: Found, decoder: og.GraphedDecoder) -> None:
-    """Rows "host" and "host_checked". About 25 s on an H200."""
+    """Rows "host" and "host_checked"."""
     from measure_capture import host_times
 
     host = host_times(decoder, repeats=min(50 if found.device.type == "cuda" else 200, ROUNDS))

@@ -51,14 +51,14 @@ def float32_is_float32() -> Iterator[None]:
 
 
 OPERATIONS: dict[str, tuple[Callable[[GraphedDecoder], object], int]] = {
-    "an exact hit": (lambda d: d.decode(codes(1, 8)), 10),
-    "a shape seen first": (lambda d: d.decode(codes(2, 4)), 10),
-    "a split hit": (lambda d: d.decode(codes(3, 8)), 10),
-    "another stream": (lambda d: on_another_stream(lambda: d.decode(codes(1, 8))), 8),
-    "warm-up": (lambda d: d.warmup(), 20),
-    "other buckets": (lambda d: d.reconfigure(OTHER), 20),
-    "recapture": (lambda d: d.recapture(), 12),
-    "close": (lambda d: d.close(), 10),
+    "an exact hit": (lambda d: d.decode(codes(1, 8)), 30),
+    "a shape seen first": (lambda d: d.decode(codes(2, 4)), 30),
+    "a split hit": (lambda d: d.decode(codes(3, 8)), 30),
+    "another stream": (lambda d: on_another_stream(lambda: d.decode(codes(1, 8))), 30),
+    "warm-up": (lambda d: d.warmup(), 40),
+    "other buckets": (lambda d: d.reconfigure(OTHER), 40),
+    "recapture": (lambda d: d.recapture(), 25),
+    "close": (lambda d: d.close(), 30),
 }
 
 
