@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A profile of the small decoder, a trace and shape counts."""
     here = tmp_path_factory.mktemp("cli")
     assert main(["profile", "tiny", "--shapes", "1x4", "1x8", "1x16", "2x8", "--repeats", "5", "--out", str(here / "profile.json")]) == 0
-    Trace([0.0, 1.0, 2.0], [9, 5, 30]).save(here / "trace.csv")  # type: ignore[arg-type]
+    Trace([0.0, 1.0, 2.0], [9, 5, 30]).save(here / "trace.csv")
     stats = ReplayStats()
     for shape in (Shape(1, 8), Shape(1, 8), Shape(2, 8)):
         stats.record(shape, Outcome("exact"))
@@ -178,7 +178,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
 
 
 def test_warnings_are_notes(folder: Path, capsys: Said) -> None:
-    Trace([0.0], [200]).save(folder / "long.csv")  # type: ignore[arg-type]
+    Trace([0.0], [200]).save(folder / "long.csv")
     assert main(["plan", str(folder / "long.csv"), str(folder / "profile.json"), "--chunk-size", "300"]) == 0
     said = capsys.readouterr()
     assert said.err.startswith("note: 1x200 eager lies outside the measured shapes")

@@ -80,7 +80,7 @@ def broken(decoder: GraphedDecoder, change: Callable[[Piece], Piece]) -> None:
         found = way(*arguments, **options)
         return found._replace(pieces=tuple(map(change, found.pieces)))
 
-    decoder._live.way = changed  # type: ignore[method-assign]
+    decoder._live.way = changed
 
 
 def no_launch(decoder: GraphedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:

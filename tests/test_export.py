@@ -71,7 +71,7 @@ def test_what_is_written_reads_back(plan: BucketPlan, chunk: int, context: int, 
 def test_streaming_sizes_are_the_lengths_of_full_chunks(chunk: int, context: int, ramp: list[int]) -> None:
     """Requests that end with a full chunk make calls of these lengths and no other."""
     ends = list(accumulate([*ramp, *[chunk] * (context // chunk + 3)]))
-    calls = Trace([0.0] * len(ends), ends).calls(chunk, context, ramp)  # type: ignore[arg-type]
+    calls = Trace([0.0] * len(ends), ends).calls(chunk, context, ramp)
     assert VllmOmni(chunk, context, tuple(ramp)).streaming_sizes == tuple(s.frames for s in calls)
 
 

@@ -50,7 +50,7 @@ def by_route(calls: dict[Shape, int], buckets: Iterable[Bucket], cost: Cost, **p
     """Mean milliseconds of a call, one call to `route` after the other: what the planner's predictions must be."""
     total = 0.0
     for shape, n in calls.items():
-        taken = route(shape, tuple(buckets), cost, **pad)  # type: ignore[arg-type]
+        taken = route(shape, tuple(buckets), cost, **pad)
         total += n * (sum(cost(b.shape, how(b)) for b, _ in taken.parts) if taken.parts else cost(shape, "eager"))
     return total / sum(calls.values())
 
@@ -134,7 +134,7 @@ def within_limits(rng: random.Random) -> None:
     calls = {s: rng.randint(1, 99) for s in sorted(shapes)}
     pad = {"pad_frames": rng.random() < 0.8, "pad_batch": rng.random() < 0.8, "split": rng.random() < 0.8}
     limits = limited(rng, profile, everything)
-    report = plan_buckets(calls, profile, **limits, **pad)  # type: ignore[arg-type]
+    report = plan_buckets(calls, profile, **limits, **pad)
     considered = candidates(calls, profile, None)[0]
     p = replace(problem_of(calls, profile, considered), **pad)
     sets = np.array([s for s in itertools.product([False, True], repeat=len(considered)) if fits(profile, p.picked(np.array(s)), limits)])
@@ -157,7 +157,7 @@ def problem(seed: int, lines: bool = False) -> Problem:
     p = problem_of({s: rng.randint(1, 99) for s in shapes}, profile, buckets)
     limits = {name: limit for name, limit in limited(rng, profile, buckets).items() if limit is not None}
     flags = {name: rng.random() < 0.8 for name in ("pad_frames", "pad_batch", "split")}
-    return Problem(p.shapes, p.weight, p.eager, p.buckets, p.ms, p.marginal, p.extra, p.seconds, **limits, **flags)  # type: ignore[arg-type]
+    return Problem(p.shapes, p.weight, p.eager, p.buckets, p.ms, p.marginal, p.extra, p.seconds, **limits, **flags)
 
 
 def best_total(p: Problem) -> float:
@@ -214,7 +214,7 @@ def test_routes_are_those_of_route(data: st.DataObject) -> None:
 
     routes = Routes(buckets, cost, **pad)
     for b, f in itertools.product(range(1, 6), range(1, 8)):
-        assert routes.of(Shape(b, f)) == route(Shape(b, f), buckets, cost, **pad)  # type: ignore[arg-type]
+        assert routes.of(Shape(b, f)) == route(Shape(b, f), buckets, cost, **pad)
 
 
 def test_the_report_predicts_what_routing_every_call_gives() -> None:
@@ -242,8 +242,8 @@ def test_the_report_predicts_what_routing_every_call_gives() -> None:
 def test_compiled_buckets_only_where_they_are_allowed_and_pay() -> None:
     profile = launch_bound([1], compiled=[Shape(1, 25), Shape(1, 50)])
     calls = {Shape(1, 25): 9000, Shape(1, 30): 10, Shape(1, 50): 9000, Shape(1, 200): 50}
-    assert plan_buckets(calls, profile).plan.compiled == ()  # type: ignore[union-attr]
-    assert plan_buckets(calls, profile, compiled=[(1, 25)], max_graphs=3).plan.compiled == (Shape(1, 25),)  # type: ignore[union-attr]
+    assert plan_buckets(calls, profile).plan.compiled == ()
+    assert plan_buckets(calls, profile, compiled=[(1, 25)], max_graphs=3).plan.compiled == (Shape(1, 25),)
     everywhere = plan_buckets(calls, profile, compiled="all").plan
     assert everywhere is not None
     assert everywhere.compiled == (Shape(1, 25), Shape(1, 30), Shape(1, 50)), "1x30 lies between the compiled ones, 1x200 beyond them"
@@ -257,14 +257,14 @@ def test_compiled_buckets_only_where_they_are_allowed_and_pay() -> None:
 
 def test_a_measured_length_that_is_faster_than_the_called_one_is_a_candidate() -> None:
     """Kernels are often faster at a multiple of their tile."""
-    points = [Point(Shape(1, f), h, ms) for f, e, r in ((50, 9, 5), (63, 9, 8), (64, 9, 6)) for h, ms in (("eager", e), ("plain", r))]  # type: ignore[arg-type]
+    points = [Point(Shape(1, f), h, ms) for f, e, r in ((50, 9, 5), (63, 9, 8), (64, 9, 6)) for h, ms in (("eager", e), ("plain", r))]
     report = plan_buckets({Shape(1, 50): 10, Shape(1, 63): 10}, Profile(tuple(points)), max_graphs=2)
     assert report.plan == BucketPlan((Shape(1, 50), Shape(1, 64)))
     assert report.floor.ms == 5.5
 
 
 def test_graphs_that_do_not_pay() -> None:
-    points = [Point(Shape(1, f), h, ms, seconds=1.0) for f in (10, 20) for h, ms in (("eager", 5.0), ("plain", 6.0))]  # type: ignore[arg-type]
+    points = [Point(Shape(1, f), h, ms, seconds=1.0) for f in (10, 20) for h, ms in (("eager", 5.0), ("plain", 6.0))]
     report = plan_buckets({Shape(1, 10): 7}, Profile(tuple(points)))
     assert report.plan is None
     assert report.verdict.startswith("Graphs don't pay here")
@@ -277,7 +277,7 @@ def test_graphs_that_do_not_pay() -> None:
 def test_verdicts() -> None:
     def verdict(replay: float, seconds: float, **limits: float) -> str:
         points = (Point(Shape(1, 10), "eager", 10.0), Point(Shape(1, 10), "plain", replay, 0, 5, 100, 10, seconds))
-        return plan_buckets({Shape(1, 10): 100}, Profile(points), **limits).verdict  # type: ignore[arg-type]
+        return plan_buckets({Shape(1, 10): 100}, Profile(points), **limits).verdict
 
     assert (
         verdict(5, 0.1)
@@ -349,7 +349,7 @@ def test_the_printed_report() -> None:
 
 def test_thousands_of_lengths_are_thinned_and_that_is_told() -> None:
     calls = {Shape(1, f): 1 + 5000 // f for f in range(1, 3001)}
-    points = [Point(Shape(1, f), h, a + b * f) for f in (1, 500, 3000) for h, a, b in (("eager", 12, 0.07), ("plain", 2, 0.07))]  # type: ignore[arg-type]
+    points = [Point(Shape(1, f), h, a + b * f) for f in (1, 500, 3000) for h, a, b in (("eager", 12, 0.07), ("plain", 2, 0.07))]
     start = time.perf_counter()
     report = plan_buckets(calls, Profile(tuple(points)), max_graphs=20)
     assert time.perf_counter() - start < 10

@@ -25,7 +25,7 @@ QUICK = {"repeats": LEAST, "seconds_each": 0.01, "progress": False}
 
 def points(how: str = "eager", **each: float) -> list[Point]:
     """A full grid: 1, 2 and 8 rows of 10, 20 and 40 frames, 3 + rows * frames / 10 ms."""
-    return [Point(Shape(b, f), how, 3 + b * f / 10, **each) for b in (1, 2, 8) for f in (10, 20, 40)]  # type: ignore[arg-type]
+    return [Point(Shape(b, f), how, 3 + b * f / 10, **each) for b in (1, 2, 8) for f in (10, 20, 40)]
 
 
 @pytest.fixture
